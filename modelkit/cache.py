@@ -1,0 +1,162 @@
+"""KV cache addressed through a block table, with a scratch segment for rows that are not committed yet.
+
+A forward writes fresh K/V into scratch only; `commit` copies the accepted rows behind the committed length. So a
+tree of any width never needs free places in the cache, and rejected rows leave no trace. The last slot (S) is a
+dummy: writes that must not land anywhere land there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerView:
+    """One layer's cache as attention sees it.
+
+    Attributes:
+        k, v: pages [P, Hkv, page_size, D].
+        table: int64 [S + 1, pages a slot], page numbers.
+        length: int64 [S + 1], committed positions.
+    """
+
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    length: Tensor
+    contiguous: bool
+
+    def context(self, bound: int) -> tuple[Tensor, Tensor]:
+        """K and V of positions 0..bound-1 of every real slot, [S, Hkv, bound, D] each (a view where pages allow it)."""
+        slots = self.table.shape[0] - 1
+        if self.contiguous:
+            return self.k[:slots, :, :bound], self.v[:slots, :, :bound]
+        page_size = self.k.shape[2]
+        pages = self.table[:slots, : -(-bound // page_size)]
+
+        def gather(stored: Tensor) -> Tensor:
+            read = stored[pages].transpose(1, 2)  # [S, Hkv, pages, page_size, D]
+            return read.reshape(slots, stored.shape[1], -1, stored.shape[3])[:, :, :bound]
+
+        return gather(self.k), gather(self.v)
+
+
+class LayerCache(nn.Module):
+    """Buffers of one layer: pages and scratch, each a tensor of its own (views of a stacked one cost copies)."""
+
+    def __init__(self, pages: int, heads: int, page_size: int, head_dim: int, scratch: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        for name in ("k", "v"):
+            self.register_buffer(name, torch.zeros(pages, heads, page_size, head_dim, dtype=dtype), persistent=False)
+            empty = torch.zeros(scratch, heads, head_dim, dtype=dtype)
+            self.register_buffer(f"scratch_{name}", empty, persistent=False)
+
+    k: Tensor
+    v: Tensor
+    scratch_k: Tensor
+    scratch_v: Tensor
+
+    def write_scratch(self, k: Tensor, v: Tensor) -> None:
+        """Keep fresh rows [R, Hkv, D] until commit."""
+        self.scratch_k[: k.shape[0]].copy_(k)
+        self.scratch_v[: v.shape[0]].copy_(v)
+
+
+class KVCache(nn.Module):
+    """Cache of all layers for S slots plus the dummy.
+
+    Args:
+        layers, heads, head_dim: of the model (heads = KV heads).
+        slots: S.
+        capacity: positions a slot can hold.
+        scratch: most rows of a forward.
+        page_size: positions a page; None gives each slot one page of `capacity` positions (the static layout).
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        heads: int,
+        head_dim: int,
+        slots: int,
+        capacity: int,
+        scratch: int,
+        dtype: torch.dtype,
+        page_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.capacity, self.page_size = capacity, page_size or capacity
+        per_slot = -(-capacity // self.page_size)
+        pages = (slots + 1) * per_slot
+        self.layers = nn.ModuleList(
+            LayerCache(pages, heads, self.page_size, head_dim, scratch, dtype) for _ in range(layers)
+        )
+        self.contiguous = page_size is None
+        self.register_buffer("table", torch.arange(pages).view(slots + 1, per_slot), persistent=False)
+        self.register_buffer("length", torch.zeros(slots + 1, dtype=torch.int64), persistent=False)
+
+    table: Tensor
+    length: Tensor
+
+    @property
+    def slots(self) -> int:
+        """S, the dummy not counted."""
+        return self.table.shape[0] - 1
+
+    def set_table(self, table: Tensor) -> None:
+        """Use another assignment of pages to slots, int64 [S + 1, pages a slot] (a permutation of the pages)."""
+        self.table.copy_(table)
+        self.contiguous = False
+
+    def view(self, layer: int) -> LayerView:
+        """What attention reads of one layer."""
+        stored = self.layers[layer]
+        assert isinstance(stored, LayerCache)
+        return LayerView(k=stored.k, v=stored.v, table=self.table, length=self.length, contiguous=self.contiguous)
+
+    def destination(self, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Page and offset behind the committed length for `width` entries a slot; entries past `count` go to the dummy.
+
+        Args:
+            count: int64 [S].
+
+        Returns:
+            page, offset, both int64 [S, width].
+        """
+        step = torch.arange(width, device=count.device)
+        position = self.length[:-1, None] + step
+        keep = (step < count[:, None]) & (position < self.capacity)
+        position = torch.where(keep, position, 0)
+        slot = torch.arange(self.slots, device=count.device)[:, None]
+        page = torch.where(keep, self.table[slot, position // self.page_size], self.table[-1, 0])
+        return page, position % self.page_size
+
+    def commit(self, path: Tensor, count: Tensor) -> None:
+        """Copy accepted scratch rows behind the committed length and advance it.
+
+        Args:
+            path: int64 [S, P], row indices of each slot's accepted path, root first; entries past `count` are ignored.
+            count: int64 [S], rows to commit.
+        """
+        page, offset = self.destination(count, path.shape[1])
+        row = path.clamp(min=0)
+        for layer in self.layers:
+            assert isinstance(layer, LayerCache)
+            layer.k[page, :, offset] = layer.scratch_k[row]
+            layer.v[page, :, offset] = layer.scratch_v[row]
+        self.length[:-1] += count
+
+    def append(self, layer: int, k: Tensor, v: Tensor, page: Tensor, offset: Tensor) -> None:
+        """Write rows [S, P, Hkv, D] straight to a `destination` (no scratch); the caller advances `length`."""
+        stored = self.layers[layer]
+        assert isinstance(stored, LayerCache)
+        stored.k[page, :, offset] = k
+        stored.v[page, :, offset] = v
+
+    def reset(self, slot: int) -> None:
+        """Forget one slot's content."""
+        self.length[slot] = 0

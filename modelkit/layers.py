@@ -1,0 +1,143 @@
+"""Blocks of a decoder: norm, attention with optional qk-norm and biases, gated MLP. Single-device code.
+
+Parameter names are those of published checkpoints, so a name map is hardly needed. Nothing here knows of caches beyond
+handing fresh K/V to one, of trees, or of parallel layouts.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention import DensePlan
+from .cache import KVCache
+from .config import ModelConfig
+from .rope import rotate
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, in fp32 (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def fuse_linear(parts: list[nn.Linear]) -> nn.Linear:
+    """One linear whose output is the parts' outputs side by side: one GEMM instead of several."""
+    fused = nn.Linear(parts[0].in_features, sum(p.out_features for p in parts), bias=False, device="meta")
+    fused.weight = nn.Parameter(torch.cat([p.weight for p in parts]), requires_grad=False)
+    if parts[0].bias is not None:
+        fused.bias = nn.Parameter(torch.cat([p.bias for p in parts]), requires_grad=False)
+    return fused
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary embedding; sees the cache through a plan."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, dim = config.hidden_size, config.head_dim
+        self.heads, self.kv_heads, self.dim = config.num_attention_heads, config.num_key_value_heads, dim
+        self.scale = dim**-0.5
+        self.q_proj = nn.Linear(hidden, self.heads * dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(self.heads * dim, hidden, bias=config.output_bias)
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
+        self.qkv_proj: nn.Linear | None = None
+
+    def fuse(self) -> None:
+        """Replace q, k, v by one projection (after loading and sharding)."""
+        self.qkv_proj = fuse_linear([self.q_proj, self.k_proj, self.v_proj])
+        del self.q_proj, self.k_proj, self.v_proj
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads of rows [R, H] before rotation: q [R, Hq, D], k and v [R, Hkv, D]."""
+        if self.qkv_proj is not None:
+            heads = self.qkv_proj(x).view(x.shape[0], -1, self.dim)
+            q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        else:
+            q, k, v = (p(x).view(x.shape[0], -1, self.dim) for p in (self.q_proj, self.k_proj, self.v_proj))
+        return self._normed(q, self.q_norm), self._normed(k, self.k_norm), v
+
+    def project_context(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """K (before rotation) and V [.., Hkv, D] of rows [.., H], by the same weights as `project`."""
+        if self.qkv_proj is not None:
+            first = self.heads * self.dim
+            bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[first:]
+            heads = F.linear(x, self.qkv_proj.weight[first:], bias).unflatten(-1, (-1, self.dim))
+            k, v = heads.split([self.kv_heads, self.kv_heads], -2)
+        else:
+            k, v = (p(x).unflatten(-1, (-1, self.dim)) for p in (self.k_proj, self.v_proj))
+        return self._normed(k, self.k_norm), v
+
+    @staticmethod
+    def _normed(heads: Tensor, norm: RMSNorm | None) -> Tensor:
+        return heads if norm is None else norm(heads)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: DensePlan, cache: KVCache | None, layer: int) -> Tensor:
+        """Rows [R, H] -> [R, H]; leaves their K/V in the cache's scratch."""
+        q, k, v = self.project(x)
+        q, k = rotate(q, *angles), rotate(k, *angles)
+        view = None
+        if cache is not None:
+            cache.layers[layer].write_scratch(k, v)  # type: ignore[operator]
+            view = cache.view(layer)
+        out = plan.attend(q, k, v, view, self.scale)
+        return self.o_proj(out.reshape(x.shape[0], -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward (arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
+        self.up_proj = nn.Linear(hidden, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+        self.gate_up_proj: nn.Linear | None = None
+
+    def fuse(self) -> None:
+        """Replace gate and up by one projection."""
+        self.gate_up_proj = fuse_linear([self.gate_proj, self.up_proj])
+        del self.gate_proj, self.up_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate_up_proj is not None:
+            gate, up = self.gate_up_proj(x).chunk(2, -1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """Pre-norm decoder layer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: DensePlan, cache: KVCache | None, layer: int) -> Tensor:
+        """Rows [R, H] -> [R, H], the residual stream after this layer."""
+        x = x + self.self_attn(self.input_layernorm(x), angles, plan, cache, layer)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def fuse_projections(module: nn.Module) -> None:
+    """Fuse qkv and gate/up everywhere below `module`; done last, after loading and sharding."""
+    for child in module.modules():
+        if isinstance(child, Attention | MLP):
+            child.fuse()

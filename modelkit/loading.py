@@ -1,0 +1,193 @@
+"""Reading checkpoints: safetensors, single-file or sharded, into a module built on the meta device.
+
+The rule: every parameter is filled exactly once, every tensor of the file is consumed or reported. Anything else is an
+error that names the tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_utilities.core.imports import RequirementCache
+from torch import Tensor, nn
+
+from .config import ModelConfig, read_json
+from .layers import fuse_projections
+from .model import Transformer
+
+# Tensors that old exports carry although they follow from the config.
+DERIVED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bias$")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Transform = Callable[[str, Tensor], Tensor]
+
+
+def parse_dtype(name: str | torch.dtype) -> torch.dtype:
+    """A torch dtype from its name ("bfloat16", "float32", "float16")."""
+    if isinstance(name, torch.dtype):
+        return name
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype '{name}'; known: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder, single or sharded.
+
+    Raises:
+        ValueError: there are none, or the index names files that are missing.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ValueError(f"{index} names {len(missing)} missing file(s): {', '.join(missing[:3])}")
+        if not names:
+            raise ValueError(f"{index} has no weight_map")
+        return [folder / name for name in names]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    other = sorted(p.name for p in folder.glob("*.bin")) if folder.is_dir() else []
+    hint = f" (found {other[0]}: only safetensors is read)" if other else ""
+    raise ValueError(f"{folder} has neither model.safetensors nor model.safetensors.index.json{hint}")
+
+
+def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of the files, one at a time.
+
+    Raises:
+        ValueError: a file is truncated or is not safetensors, or two files hold the same tensor.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    seen: set[str] = set()
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                    if name in seen:
+                        raise ValueError(f"{file}: tensor {name} stands in two files of the checkpoint")
+                    seen.add(name)
+                    yield name, handle.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is truncated or is not a safetensors file ({error})") from None
+
+
+def load_weights(
+    module: nn.Module, folder: Path, *, dtype: torch.dtype, device: torch.device, shared: dict[str, str] | None = None
+) -> list[str]:
+    """Fill a module's parameters from a checkpoint folder.
+
+    Args:
+        module: built on the meta device; parameters are replaced.
+        folder: holds the safetensors files; a `model.` prefix of tensor names is ignored.
+        dtype: floating tensors are cast to it.
+        device: where parameters go.
+        shared: parameters that are another parameter's storage (tied head), name -> that other's name. A file may
+            hold them all the same, if they are equal.
+
+    Returns:
+        Names of tensors in the file that were left out because they follow from the config.
+
+    Raises:
+        ValueError: tensors missing, unknown, twice there, or of another shape.
+    """
+    shared = shared or {}
+    wanted = {name: p for name, p in module.named_parameters(remove_duplicate=False) if name not in shared}
+    filled: dict[str, Tensor] = {}
+    extra: dict[str, Tensor] = {}
+    derived: list[str] = []
+    unknown: list[str] = []
+    for stored_name, tensor in read_tensors(checkpoint_files(folder)):
+        name = stored_name.removeprefix("model.")
+        if DERIVED.search(name):
+            derived.append(stored_name)
+        elif name in filled or name in extra:
+            raise ValueError(f"{folder}: {name} is there with and without the prefix 'model.'")
+        elif name in shared:
+            extra[name] = tensor
+        elif name not in wanted:
+            unknown.append(stored_name)
+        elif wanted[name].shape != tensor.shape:
+            raise ValueError(
+                f"{folder}: {stored_name} has shape {list(tensor.shape)}, the config asks for {list(wanted[name].shape)}"
+            )
+        else:
+            filled[name] = tensor.to(device=device, dtype=dtype)
+    if missing := [name for name in wanted if name not in filled]:
+        raise ValueError(f"{folder}: {len(missing)} tensor(s) missing: {', '.join(missing[:4])}{_more(missing)}")
+    if unknown:
+        raise ValueError(
+            f"{folder}: {len(unknown)} tensor(s) that the config has no place for: "
+            f"{', '.join(unknown[:4])}{_more(unknown)}"
+        )
+    for name, tensor in extra.items():
+        if not torch.equal(tensor.to(device=device, dtype=dtype), filled[shared[name]]):
+            raise ValueError(f"{folder}: config says {name} is {shared[name]}, but the file holds another tensor")
+    for name, tensor in filled.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
+    return derived
+
+
+def _more(names: list[str]) -> str:
+    return ", ..." if len(names) > 4 else ""
+
+
+def build_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    """Build a module without allocating its parameters."""
+    with torch.device("meta"):
+        return make()
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "bfloat16",
+    device: str | torch.device = "cpu",
+    layout: Any = None,
+    fuse: bool = True,
+) -> Transformer:
+    """Load a published checkpoint folder.
+
+    Args:
+        path: folder with config.json and safetensors.
+        dtype: of parameters and caches.
+        device: where the model lives.
+        layout: object with `place(module)`, applied to the loaded model before fusing (see `parallel`).
+        fuse: fuse qkv and gate/up projections into one GEMM each.
+
+    Returns:
+        The model in eval mode, without gradients.
+
+    Raises:
+        ValueError: the folder, its config or its weights are not usable; the message says what is wrong.
+    """
+    check_torch()
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(f"model folder {folder} does not exist")
+    config = ModelConfig.from_folder(folder)
+    model = build_on_meta(lambda: Transformer(config))
+    assert isinstance(model, Transformer)
+    shared = {"lm_head.weight": "embed_tokens.weight"} if config.tie_word_embeddings else {}
+    load_weights(model, folder, dtype=parse_dtype(dtype), device=torch.device(device), shared=shared)
+    if config.tie_word_embeddings:
+        model.tie()
+    if layout is not None:
+        layout.place(model)
+    if fuse:
+        fuse_projections(model)
+    model.prepare()
+    return model.eval()
+
+
+def check_torch() -> None:
+    """Refuse a torch below the supported floor."""
+    requirement = RequirementCache("torch>=2.11")
+    if not requirement:
+        raise ValueError(f"flashtree needs torch>=2.11: {requirement}")

@@ -1,0 +1,131 @@
+"""The one Transformer: embedding, blocks, final norm, head, assembled from a `ModelConfig`.
+
+One forward over flat rows serves prefill, plain decoding and tree verification. Knows nothing of drafting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention import DensePlan
+from .cache import KVCache
+from .config import ModelConfig
+from .layers import Block, RMSNorm
+from .rope import rotary_angles
+from .rows import Rows, chain
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output:
+    """Result of a forward.
+
+    Attributes:
+        hidden: [R, H], after the final norm: what `Transformer.head` takes.
+        taps: [R, K * H], residual streams after the tapped layers side by side; None when none was asked for.
+    """
+
+    hidden: Tensor
+    taps: Tensor | None
+
+
+class Transformer(nn.Module):
+    """Decoder-only model of any supported family. Parameter names are the checkpoint's, less the prefix `model.`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.tie()
+        self.register_buffer("inverse_frequencies", None, persistent=False)
+
+    inverse_frequencies: Tensor | None
+
+    def tie(self) -> None:
+        """Make the head the embedding (same storage); called again after loading replaced the embedding."""
+        self.lm_head.weight = self.embed_tokens.weight
+
+    def prepare(self) -> None:
+        """Make what is computed rather than loaded, on the model's device."""
+        config = self.config
+        frequencies = config.rope.inverse_frequencies(config.head_dim)
+        self.inverse_frequencies = frequencies.to(self.embed_tokens.weight.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' dtype."""
+        return self.embed_tokens.weight.dtype
+
+    def new_cache(self, *, slots: int, capacity: int, scratch: int, page_size: int | None = None) -> KVCache:
+        """An empty cache of this model's shape on its device; see `KVCache`."""
+        config = self.config
+        with self.device:
+            return KVCache(
+                layers=config.num_hidden_layers, heads=config.num_key_value_heads, head_dim=config.head_dim,
+                slots=slots, capacity=capacity, scratch=scratch, page_size=page_size, dtype=self.dtype,
+            )  # fmt: skip
+
+    def forward(self, rows: Rows, cache: KVCache | None, taps: tuple[int, ...] = ()) -> Output:
+        """Run all layers on flat rows; fresh K/V stays in the cache's scratch until `KVCache.commit`.
+
+        Args:
+            rows: R rows; see `Rows`.
+            cache: their context; None for none at all.
+            taps: 0-based layer ids whose output (the residual stream after the layer, also for the last one before
+                the final norm) is wanted, in the order of the result's features.
+        """
+        assert self.inverse_frequencies is not None, "prepare() was not called"
+        rope = self.config.rope
+        angles = rotary_angles(self.inverse_frequencies, rope.attention_factor, rows.position, self.dtype)
+        plans = {w: DensePlan.prepare(rows, cache, w) for w in dict.fromkeys(self.config.windows)}
+        x = self.embed_tokens(rows.token)
+        tapped: dict[int, Tensor] = {}
+        for index, (block, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
+            x = block(x, angles, plans[window], cache, index)
+            if index in taps:
+                tapped[index] = x
+        features = torch.cat([tapped[i] for i in taps], -1) if taps else None
+        return Output(hidden=self.norm(x), taps=features)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [.., V] of normed hidden states [.., H], soft-capped where the config says so."""
+        return soft_cap(F.linear(hidden, self.lm_head.weight), self.config.final_logit_softcapping)
+
+    @torch.no_grad()
+    def score(self, token_ids: Tensor) -> Tensor:
+        """One full forward, no cache kept; for evaluation and tests.
+
+        Args:
+            token_ids: int64 [B, T], no padding.
+
+        Returns:
+            logits [B, T, V].
+
+        Raises:
+            ValueError: not a 2-D integer tensor, or an id outside the vocabulary.
+        """
+        if token_ids.dim() != 2 or token_ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"token_ids must be an integer tensor [B, T], got {token_ids.dtype} {list(token_ids.shape)}")
+        if token_ids.numel() and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.config.vocab_size:
+            raise ValueError(f"token ids must be in 0..{self.config.vocab_size - 1}")
+        batch, length = token_ids.shape
+        start = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        rows = chain(token=token_ids.to(self.device).long(), start=start, count=start + length, rows=batch * length, bound=0)
+        return self.head(self(rows, None).hidden).view(batch, length, -1)
+
+
+def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(logits / cap), or the logits themselves."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)

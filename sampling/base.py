@@ -1,0 +1,110 @@
+"""What a sampling strategy sees and returns, and the table of strategies.
+
+A strategy turns the target's logits at every row of the verified trees into the tokens that are emitted. It knows rows
+and logits only: neither drafters, nor models, nor caches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from modelkit.registry import Registry
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NodeContext:
+    """The verified rows, as tensors (R rows of S slots, W bit words; see the row layout in docs/concepts/round.md).
+
+    Attributes:
+        token: int64 [R], the token each row put into the target.
+        parent: int64 [R], row index of the parent, -1 for roots.
+        depth: int64 [R], 0 for roots.
+        position: int64 [R], absolute position of the row's token.
+        slot: int64 [R], S for padding.
+        local: int64 [R], index of the row within its slot.
+        valid: bool [R]; an invalid root marks an idle slot.
+        ancestors: int32 [R, W], bit j: local row j of the slot is an ancestor or the row itself.
+        slots: S.
+        max_depth: L, a host constant.
+    """
+
+    token: Tensor
+    parent: Tensor
+    depth: Tensor
+    position: Tensor
+    slot: Tensor
+    local: Tensor
+    valid: Tensor
+    ancestors: Tensor
+    slots: int
+    max_depth: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Acceptance:
+    """Outcome of a round, before stop tokens and limits.
+
+    Attributes:
+        path: int64 [S, L + 1], row indices of the accepted path, root first; -1 past the end.
+        token: int64 [S, L + 1], tokens emitted: accepted drafts, then the bonus; -1 past the end.
+        count: int64 [S], tokens emitted (= rows on the path); 0 for idle slots.
+    """
+
+    path: Tensor
+    token: Tensor
+    count: Tensor
+
+
+class Sampler(Protocol):
+    """A sampling strategy. `Config` is its part of the config; `lossless` says whether outputs follow the target's law."""
+
+    Config: ClassVar[type[Any]]
+    lossless: ClassVar[bool]
+
+    def accept(self, logits: Tensor, nodes: NodeContext) -> Acceptance:
+        """Decide the tokens of a round from the target's logits [R, V]; on the device, in fixed shapes."""
+        ...
+
+    def check(self, *, temperature: float | None) -> None:
+        """Refuse, with a ValueError, a request's temperature that this strategy cannot serve; None is the config's."""
+        ...
+
+
+SAMPLERS: Registry[Sampler] = Registry("sampling")
+
+
+def walk(target: Tensor, nodes: NodeContext) -> Acceptance:
+    """Accept the deepest row whose ancestors all carry the token that the target chose at their parent.
+
+    Shared by every strategy that gives each row one target token (greedy, gumbel, token matching). No loop and no
+    host: a row is on a matching path when none of its ancestor bits is set in its slot's word of mismatches.
+
+    Args:
+        target: int64 [R], the target's token after each row.
+        nodes: the rows.
+    """
+    rows = nodes.token.shape[0]
+    index = torch.arange(rows, device=target.device)
+    is_root = nodes.parent < 0
+    match = nodes.valid & (is_root | (nodes.token == target[nodes.parent.clamp(min=0)]))
+    bit = torch.ones_like(nodes.ancestors[:, 0]) << (nodes.local % 32).to(torch.int32)
+    mismatch = torch.zeros(nodes.slots + 1, nodes.ancestors.shape[1], dtype=torch.int32, device=target.device)
+    mismatch = mismatch.index_put((nodes.slot, nodes.local // 32), torch.where(match, 0, bit), accumulate=True)
+    accepted = match & ((nodes.ancestors & mismatch[nodes.slot]) == 0).all(-1)
+    # One key orders by depth first, then by lowest row.
+    key = torch.where(accepted, (nodes.depth + 1) * rows + (rows - 1 - index), 0)
+    best = key.new_zeros(nodes.slots + 1).scatter_reduce(0, nodes.slot, key, "amax")
+    count, leaf = best // rows, rows - 1 - best % rows
+    on_path = (nodes.ancestors[leaf[nodes.slot]].gather(1, (nodes.local // 32)[:, None])[:, 0] & bit) != 0
+    on_path = on_path & accepted
+    path = index.new_full((nodes.slots + 1, nodes.max_depth + 1), -1)
+    path = path.index_put(
+        (torch.where(on_path, nodes.slot, nodes.slots), torch.where(on_path, nodes.depth, 0)),
+        torch.where(on_path, index, -1),
+    )[: nodes.slots]
+    token = torch.where(path < 0, -1, target[path.clamp(min=0)])
+    return Acceptance(path=path, token=token, count=count[: nodes.slots])

@@ -1,0 +1,9 @@
+"""Drafters: strategies that propose what the target may say next."""
+
+from . import dflash as _dflash  # each import registers a drafter
+from . import ngram as _ngram
+from . import self_draft as _self_draft
+from .base import DRAFTERS, BlockConfig, Drafter
+
+__all__ = ["DRAFTERS", "BlockConfig", "Drafter"]
+del _dflash, _ngram, _self_draft

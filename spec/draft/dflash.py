@@ -1,0 +1,129 @@
+"""Block-diffusion drafting: one pass of a small network over [anchor, mask, ...] proposes a whole block.
+
+Source: DFlash, arXiv 2602.06036; checkpoints in z-lab's format. Row j of the block predicts the token at the same
+position (no shift); the anchor's own row is thrown away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modelkit.layers import fuse_projections
+from modelkit.loading import build_on_meta, load_weights
+from modelkit.model import Transformer, soft_cap
+
+from ..state import RoundState
+from ..types import Proposal
+from .base import DRAFTERS, BlockConfig
+from .dflash_config import DFlashConfig
+from .dflash_model import DFlashModel, block_rows
+
+
+@DRAFTERS.register("dflash")
+class DFlashDrafter:
+    """A published DFlash drafter folder beside the target it was trained for."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Config(BlockConfig):
+        """`path` is the drafter's folder. A block smaller than the trained one loses little; a larger one is refused."""
+
+        path: str = ""
+
+        def __post_init__(self) -> None:
+            BlockConfig.__post_init__(self)
+            if not self.path:
+                raise ValueError("path is missing: the folder of a DFlash drafter (config.json, model.safetensors)")
+
+    def __init__(self, config: Config, *, target: Transformer, slots: int, capacity: int, candidates: int) -> None:
+        folder = Path(config.path).expanduser()
+        if not folder.is_dir():
+            raise ValueError(f"drafter folder {folder} does not exist")
+        published = DFlashConfig.from_folder(folder)
+        check_target(published, target, folder)
+        self.block = config.resolved_block_size(published.block_size)
+        if self.block > published.block_size:
+            raise ValueError(f"block_size = {self.block}: {folder} was trained with {published.block_size}")
+        model = build_on_meta(lambda: DFlashModel(published, target.config.hidden_size))
+        assert isinstance(model, DFlashModel)
+        load_weights(model, folder, dtype=target.dtype, device=target.device)
+        fuse_projections(model)
+        model.prepare()
+        self.model, self.target, self.published = model.eval(), target, published
+        self.taps = published.target_layer_ids
+        self.features = len(self.taps) * target.config.hidden_size
+        self.depth, self.rows = self.block - 1, 0
+        self.candidates = min(candidates, target.config.vocab_size)
+        layers = published.model
+        with target.device:
+            from modelkit.cache import KVCache
+
+            self.cache = KVCache(
+                layers=layers.num_hidden_layers, heads=layers.num_key_value_heads, head_dim=layers.head_dim,
+                slots=slots, capacity=capacity, scratch=slots * self.block, dtype=target.dtype,
+            )  # fmt: skip
+
+    def ingest(self, features: Tensor | None, count: Tensor) -> None:
+        """Turn committed rows' features into context K/V."""
+        assert features is not None
+        self.model.ingest(features, count, self.cache)
+
+    def propose(self, state: RoundState, bound: int) -> Proposal:
+        """Catch up with the rows committed last, then one pass over the block."""
+        self.ingest(state.pending, state.pending_count)
+        state.pending_count.zero_()
+        logits = self.block_logits(state.anchor, state.length, bound)[:, 1:]
+        score, ids = logits.float().topk(self.candidates, -1)
+        return Proposal(ids=ids, score=score - logits.float().logsumexp(-1, keepdim=True))
+
+    def block_logits(self, anchor: Tensor, start: Tensor, bound: int) -> Tensor:
+        """Logits of every block row, the anchor's included, [S, B, V].
+
+        Args:
+            anchor: int64 [S].
+            start: int64 [S], the anchors' positions (= committed lengths).
+            bound: host-known upper bound of `start`.
+        """
+        published = self.published
+        masks = anchor.new_full((anchor.shape[0], self.depth), published.mask_token_id)
+        rows, bidirectional = block_rows(torch.cat([anchor[:, None], masks], 1), start, bound)
+        embedded = F.embedding(rows.token, self.target.embed_tokens.weight) * published.input_embedding_scale
+        hidden = self.model(embedded, rows, bidirectional, self.cache)
+        logits = F.linear(hidden, self.target.lm_head.weight) * published.output_multiplier
+        return soft_cap(logits, published.final_logit_softcapping).view(anchor.shape[0], self.block, -1)
+
+    def reset(self, slot: int) -> None:
+        """Drop a slot's context."""
+        self.cache.reset(slot)
+
+
+def check_target(published: DFlashConfig, target: Transformer, folder: Path) -> None:
+    """Refuse a drafter that was made for another target.
+
+    Raises:
+        ValueError: hidden size, vocabulary, number of layers or ids do not fit.
+    """
+    have = target.config
+    if published.model.hidden_size != have.hidden_size:
+        raise ValueError(
+            f"{folder} drafts for a target of hidden size {published.model.hidden_size}, this one has {have.hidden_size}"
+        )
+    if published.model.vocab_size != have.vocab_size:
+        raise ValueError(
+            f"{folder} drafts for a vocabulary of {published.model.vocab_size}, this target has {have.vocab_size}"
+        )
+    if published.num_target_layers not in (None, have.num_hidden_layers):
+        raise ValueError(
+            f"{folder} drafts for a target of {published.num_target_layers} layers, this one has {have.num_hidden_layers}"
+        )
+    if max(published.target_layer_ids) >= have.num_hidden_layers:
+        raise ValueError(
+            f"{folder}: target_layer_ids {list(published.target_layer_ids)} go past the target's "
+            f"{have.num_hidden_layers} layers"
+        )
+    if not 0 <= published.mask_token_id < have.vocab_size:
+        raise ValueError(f"{folder}: mask_token_id {published.mask_token_id} is outside the vocabulary")

@@ -1,0 +1,94 @@
+"""The DFlash network: a few Qwen3 blocks that read the target's features as context (arXiv 2602.06036, appendix A.3).
+
+Per layer the same k/v weights serve context features and block tokens; context rows enter them directly after
+`hidden_norm(fc(.))` and depend on nothing else, so they are computed once and cached. Knows nothing of rounds.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from modelkit.attention import DensePlan
+from modelkit.cache import KVCache
+from modelkit.layers import Block, RMSNorm
+from modelkit.rope import rotary_angles, rotate
+from modelkit.rows import Rows, chain
+
+from .dflash_config import DFlashConfig
+
+
+class DFlashModel(nn.Module):
+    """Parameters and names of a published drafter; no embedding and no head of its own."""
+
+    def __init__(self, config: DFlashConfig, target_hidden: int) -> None:
+        super().__init__()
+        model = config.model
+        self.config = config
+        self.fc = nn.Linear(len(config.target_layer_ids) * target_hidden, model.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
+        self.layers = nn.ModuleList(Block(model) for _ in range(model.num_hidden_layers))
+        self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
+        self.register_buffer("inverse_frequencies", None, persistent=False)
+
+    inverse_frequencies: Tensor
+
+    def prepare(self) -> None:
+        """Make what is computed rather than loaded."""
+        frequencies = self.config.model.rope.inverse_frequencies(self.config.model.head_dim)
+        self.inverse_frequencies = frequencies.to(self.fc.weight.device)
+
+    def _angles(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        rope = self.config.model.rope
+        return rotary_angles(self.inverse_frequencies, rope.attention_factor, position, self.fc.weight.dtype)
+
+    def ingest(self, features: Tensor, count: Tensor, cache: KVCache) -> None:
+        """Append the context K/V of committed rows to the drafter's cache.
+
+        Args:
+            features: [S, P, K * H] target taps of the rows behind the cache's length.
+            count: int64 [S], how many of the P are real.
+            cache: the drafter's own; its length advances by `count`.
+        """
+        slots, width = features.shape[:2]
+        context = self.hidden_norm(self.fc(features)).flatten(0, 1)
+        position = (cache.length[:-1, None] + torch.arange(width, device=count.device)).flatten()
+        cos, sin = self._angles(position)
+        page, offset = cache.destination(count, width)
+        for index, block in enumerate(self.layers):
+            assert isinstance(block, Block)
+            k, v = block.self_attn.project_context(context)
+            k = rotate(k, cos, sin)
+            cache.append(index, k.unflatten(0, (slots, width)), v.unflatten(0, (slots, width)), page, offset)
+        cache.length[:-1] += count
+
+    def forward(self, embedded: Tensor, rows: Rows, bidirectional: Tensor, cache: KVCache) -> Tensor:
+        """Run the block.
+
+        Args:
+            embedded: [R, H] input embeddings of anchor and masks, scaled.
+            rows: the block as causal rows.
+            bidirectional: int32 [R, W], the ancestor bits of layers that are not causal.
+            cache: context K/V.
+
+        Returns:
+            [R, H] after the final norm.
+        """
+        plans: dict[tuple[int | None, bool], DensePlan] = {}
+        x, angles = embedded, self._angles(rows.position)
+        kinds = zip(self.config.model.windows, self.config.causal, strict=True)
+        for index, (block, kind) in enumerate(zip(self.layers, kinds, strict=True)):
+            if kind not in plans:
+                plans[kind] = DensePlan.prepare(rows, cache, kind[0], None if kind[1] else bidirectional)
+            x = block(x, angles, plans[kind], cache, index)
+        normed: Tensor = self.norm(x)
+        return normed
+
+
+def block_rows(token: Tensor, start: Tensor, bound: int) -> tuple[Rows, Tensor]:
+    """Rows of a block [S, B] at positions start.., and the ancestor bits of bidirectional layers."""
+    slots, width = token.shape
+    whole = torch.full_like(start, width)
+    rows = chain(token=token, start=start, count=whole, rows=slots * width, bound=bound)
+    both = chain(token=token, start=start, count=whole, rows=slots * width, bound=bound, causal=False)
+    return rows, both.ancestors

@@ -1,0 +1,62 @@
+"""The target as its own drafter: every spine token is right, nothing is gained. For tests and debugging.
+
+Full acceptance is the cheapest way to reach every border of a block: stop tokens inside it, limits, cache ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from modelkit.model import Transformer
+from modelkit.rows import chain
+
+from ..state import RoundState
+from ..types import Proposal
+from .base import DRAFTERS, BlockConfig
+
+
+@DRAFTERS.register("self")
+class SelfDrafter:
+    """Greedy decoding by the target itself, the block run anew for each depth (no state of its own)."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Config(BlockConfig):
+        """`wrong_every`: spoil the spine at every so manieth depth, to force rejections; 0 never does."""
+
+        wrong_every: int = 0
+
+    def __init__(self, config: Config, *, target: Transformer, slots: int, capacity: int, candidates: int) -> None:
+        self.config, self.target, self.candidates = config, target, candidates
+        if candidates > target.config.vocab_size:
+            self.candidates = target.config.vocab_size
+        self.block = config.resolved_block_size(8)
+        self.taps: tuple[int, ...] = ()
+        self.features, self.depth, self.rows = 0, self.block - 1, slots * self.block
+
+    def propose(self, state: RoundState, bound: int) -> Proposal:
+        """Run the growing chain once a depth; rows not yet drafted hold token 0 and are seen by nobody before them."""
+        slots = state.slots
+        token = torch.cat([state.anchor[:, None], state.anchor.new_zeros(slots, self.depth)], 1)
+        whole = torch.full_like(state.anchor, self.block)
+        ids, scores = [], []
+        for depth in range(self.depth):
+            rows = chain(token=token, start=state.length, count=whole, rows=slots * self.block, bound=bound)
+            hidden = self.target(rows, state.cache).hidden.view(slots, self.block, -1)[:, depth]
+            log_probs = self.target.head(hidden).float().log_softmax(-1)
+            score, best = log_probs.topk(self.candidates, -1)
+            token = token.clone()
+            token[:, depth + 1] = best[:, 0]
+            if self.config.wrong_every and (depth + 1) % self.config.wrong_every == 0:
+                best = best.roll(1, -1) if self.candidates > 1 else (best + 1) % self.target.config.vocab_size
+            ids.append(best)
+            scores.append(score)
+        return Proposal(ids=torch.stack(ids, 1), score=torch.stack(scores, 1))
+
+    def ingest(self, features: Tensor | None, count: Tensor) -> None:
+        """Nothing to take."""
+
+    def reset(self, slot: int) -> None:
+        """Nothing to forget."""

@@ -1,0 +1,355 @@
+"""The engine: loads a target with its strategies, and runs requests in rounds. `step` is the map of a round.
+
+    spec/draft: propose -> spec/tree: build -> modelkit/model: forward -> sampling: accept -> state and cache: commit
+
+Everything a round decides is decided on the device; the host launches rounds and reads their tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelkit.demo import DEMO_NAME, prepare_demo_model
+from modelkit.loading import load_model
+from modelkit.rows import Rows, chain, flatten
+from parallel import LAYOUTS
+from sampling import SAMPLERS, NodeContext
+
+from .config import GenerateConfig, load_config
+from .draft import DRAFTERS
+from .requests import Completion, Piece, Request, SamplingParams, stop_tuple
+from .running import Running
+from .state import RING, RoundState
+from .text import Prompt, encode, load_tokenizer
+from .tree import TREES
+from .types import Tree
+
+DEFAULT_MAX_MODEL_LEN = 8192
+
+
+class Engine:
+    """A target, a drafter, a tree policy and a sampler, with caches for a fixed number of slots.
+
+    Build it with `Engine.from_config`. One thread at a time may use it.
+    """
+
+    def __init__(self, config: GenerateConfig, progress: Any = None) -> None:
+        self.config = config
+        if config.engine.threads is not None:
+            torch.set_num_threads(config.engine.threads)
+        folder = target_folder(config.target.path, progress)
+        layout = LAYOUTS.get(config.parallel.name)(config.parallel.config)  # type: ignore[call-arg]
+        self.target = load_model(folder, dtype=config.target.dtype, device=config.target.device, layout=layout)
+        self.tokenizer = load_tokenizer(folder)
+        model_limit = self.target.config.max_position_embeddings
+        self.capacity = config.engine.max_model_len or min(model_limit, DEFAULT_MAX_MODEL_LEN)
+        if self.capacity > model_limit:
+            raise ValueError(f"max_model_len = {self.capacity}: the target was made for {model_limit} positions")
+        slots = config.engine.slots
+        self.sampler = SAMPLERS.get(config.sampling.name)(config.sampling.config)  # type: ignore[call-arg]
+        self.tree = TREES.get(config.tree.name)(config.tree.config)  # type: ignore[call-arg]
+        self.drafter = DRAFTERS.get(config.draft.name)(  # type: ignore[call-arg]
+            config.draft.config, target=self.target, slots=slots, capacity=self.capacity, candidates=self.tree.candidates
+        )
+        self.nodes = self.tree.nodes(self.drafter.depth)
+        scratch = max(slots * self.nodes, config.engine.prefill_chunk, self.drafter.rows)
+        cache = self.target.new_cache(
+            slots=slots, capacity=self.capacity, scratch=scratch, page_size=config.engine.page_size
+        )
+        self.state = RoundState(
+            cache=cache, capacity=self.capacity, depth=self.drafter.depth, features=self.drafter.features,
+            dtype=self.target.dtype,
+        )  # fmt: skip
+        self._busy = False
+
+    @classmethod
+    def from_config(
+        cls, source: str | Path | GenerateConfig | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+    ) -> Engine:
+        """Build an engine.
+
+        Args:
+            source: a shipped config's name, a TOML path, tables, or a `GenerateConfig`.
+            overrides: dotted keys to values, for example {"tree.budget": 63}.
+
+        Raises:
+            ValueError: the config, the target or the drafter is not usable; the message says what is wrong.
+        """
+        return cls(load_config(source, overrides))
+
+    @property
+    def verify_tokens(self) -> int:
+        """Rows a slot's verification takes: the tree's budget and the root."""
+        return self.nodes
+
+    @torch.no_grad()
+    def step(self, rows: int, bound: int, plain: bool = False) -> None:
+        """One round of all active slots. No host decision: the same operations whatever the data.
+
+        Args:
+            rows: R, a host constant: (active slots) * N.
+            bound: host-known upper bound of every committed length.
+            plain: one row a slot and no drafter.
+        """
+        state, drafter = self.state, self.drafter
+        if plain:
+            tree = root_only(state.anchor)
+        else:
+            tree = self.tree.build(drafter.propose(state, bound), state.anchor)
+        flat = self._flat_rows(tree, rows, bound)
+        output = self.target(flat, state.cache, () if plain else drafter.taps)
+        logits = self.target.head(output.hidden)
+        accepted = self.sampler.accept(logits, node_context(flat, state))
+        count = state.emit(accepted)
+        state.remember(output.taps, accepted.path, count)
+        state.cache.commit(accepted.path, count)
+
+    def _flat_rows(self, tree: Tree, rows: int, bound: int) -> Rows:
+        state = self.state
+        count = torch.where(state.active, tree.token.shape[1], 0)
+        return flatten(
+            token=tree.token, parent=tree.parent, valid=tree.valid & state.active[:, None], visible=tree.visible,
+            position=state.length[:, None] + tree.depth, count=count, rows=rows, bound=bound,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def prefill(self, slot: int, request: Request, plain: bool = False) -> None:
+        """Admit a request: run its prompt through the target in chunks and emit the first token."""
+        state, slots = self.state, self.state.slots
+        prompt = torch.tensor(request.prompt_ids, device=self.target.device)
+        limit = min(len(request.prompt_ids) + request.max_new_tokens, self.capacity)
+        state.admit(slot, prompt, limit, request.stop_ids)
+        self.drafter.reset(slot)
+        one = torch.zeros(slots, dtype=torch.int64, device=prompt.device)
+        one[slot] = 1
+        for start in range(0, len(prompt), self.config.engine.prefill_chunk):
+            chunk = prompt[start : start + self.config.engine.prefill_chunk]
+            size = len(chunk)
+            rows = chain(
+                token=chunk.expand(slots, size), start=one * start, count=one * size, rows=size, bound=start
+            )  # fmt: skip
+            output = self.target(rows, state.cache, () if plain else self.drafter.taps)
+            every = rows.rectangle()
+            state.cache.commit(every, one * size)
+            if not plain:
+                features = None if output.taps is None else output.taps[every]
+                self.drafter.ingest(features, one * size)
+        logits = self.target.head(output.hidden[-1:])
+        state.emit(self.sampler.accept(logits, last_row(slot, prompt, state)))
+
+    def read(self, launched: int) -> tuple[list[list[int]], list[int]]:
+        """Tokens of round number `launched`, a list a slot, and every slot's end reason as of now."""
+        entry = launched % RING
+        counts = self.state.ring_count[entry].tolist()
+        tokens = self.state.ring_token[entry].tolist()
+        return [row[:n] for row, n in zip(tokens, counts, strict=True)], self.state.reason.tolist()
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        ignore_eos: bool | None = None,
+        progress: bool = False,
+        plain: bool = False,
+    ) -> list[Completion]:
+        """Complete prompts, as many at a time as the engine has slots.
+
+        Args:
+            prompts: a list of texts, of token-id lists, or of chat-message lists; one text alone is a list of one.
+            max_new_tokens: most tokens a completion; None is the config's. The context limit may end it sooner.
+            temperature, top_k, top_p, min_p, seed: see `SamplingParams`.
+            stop: strings that end a completion and do not belong to it.
+            stop_token_ids: ids that end it besides the model's own end tokens, and belong to it.
+            ignore_eos: do not end at the model's end tokens; None is the config's.
+            progress: show a progress bar on standard error.
+            plain: decode without speculation.
+
+        Returns:
+            One `Completion` a prompt, in order.
+
+        Raises:
+            ValueError: a prompt or a setting is not usable. Nothing has run then.
+        """
+        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        requests = self._requests(prompts, max_new_tokens, params, stop, stop_token_ids, ignore_eos)
+        done: list[Completion | None] = [None] * len(requests)
+        with progress_bar(len(requests), progress) as bar:
+            for index, piece in self._serve(requests, plain):
+                if piece.completion is not None:
+                    done[index] = piece.completion
+                    bar.update(1)
+        return [completion for completion in done if completion is not None]
+
+    def generate_plain(self, prompts: str | Sequence[Prompt], **settings: Any) -> list[Completion]:
+        """`generate` without speculation: the baseline and the oracle."""
+        return self.generate(prompts, plain=True, **settings)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        ignore_eos: bool | None = None,
+        plain: bool = False,
+    ) -> Iterator[Piece]:
+        """Complete one prompt, piece by piece; the last piece carries the `Completion`. Arguments as in `generate`.
+
+        Text is released only when later tokens cannot change it; nothing after a stop is ever shown. Closing the
+        iterator early frees the engine.
+        """
+        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        requests = self._requests([prompt], max_new_tokens, params, stop, stop_token_ids, ignore_eos)
+        served = self._serve(requests, plain)
+        return (piece for _, piece in served)
+
+    def _requests(
+        self,
+        prompts: str | Sequence[Prompt],
+        max_new_tokens: int | None,
+        params: SamplingParams,
+        stop: str | Sequence[str] | None,
+        stop_token_ids: Sequence[int] | None,
+        ignore_eos: bool | None,
+    ) -> list[Request]:
+        self.sampler.check(temperature=params.temperature)
+        most = self.config.generate.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if most < 1:
+            raise ValueError(f"max_new_tokens = {most}: must be at least 1")
+        eos = () if (self.config.generate.ignore_eos if ignore_eos is None else ignore_eos) else self.eos_ids
+        strings = stop_tuple(stop)
+        if strings and self.tokenizer is None:
+            raise ValueError("the target folder has no tokenizer: stop strings cannot be found, use stop_token_ids")
+        stop_ids = list(dict.fromkeys([*eos, *(stop_token_ids or ())]))
+        if len(stop_ids) > self.state.max_stop_ids:
+            raise ValueError(f"{len(stop_ids)} stop ids; at most {self.state.max_stop_ids} are possible")
+        if not isinstance(prompts, str) and (not isinstance(prompts, Sequence) or not len(prompts)):
+            raise ValueError("prompts is empty: give a list with at least one prompt")
+        requests = []
+        for number, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts):
+            try:
+                ids = encode(prompt, self.tokenizer, self.target.config.vocab_size)
+                if len(ids) >= self.capacity:
+                    raise ValueError(
+                        f"the prompt has {len(ids)} tokens; the context of {self.capacity} (max_model_len) must hold "
+                        "it and one new token"
+                    )
+            except ValueError as error:
+                raise ValueError(f"prompt {number}: {error}" if len(prompts) > 1 else str(error)) from None
+            requests.append(Request(prompt_ids=ids, max_new_tokens=most, stop_ids=stop_ids, stop=strings))
+        return requests
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Token ids that end an answer, from generation_config.json or config.json."""
+        return self.target.config.eos_token_ids
+
+    def _serve(self, requests: Sequence[Request], plain: bool) -> Iterator[tuple[int, Piece]]:
+        if self._busy:
+            raise ValueError("the engine is still busy with a stream that was not finished; exhaust or close it first")
+        self._busy = True
+        waiting = deque(enumerate(requests))
+        running: dict[int, Running] = {}
+        try:
+            while waiting or running:
+                for slot in [s for s in range(self.state.slots) if s not in running][: len(waiting)]:
+                    index, request = waiting.popleft()
+                    began = time.perf_counter()
+                    self.prefill(slot, request, plain)
+                    running[slot] = Running.start(index, request, self, plain, began)
+                    yield from self._collect(running, [slot], first=True)
+                if running:
+                    rows = len(running) * (1 if plain else self.nodes)
+                    self.step(rows, max(r.committed for r in running.values()), plain)
+                    yield from self._collect(running, list(running))
+        finally:
+            for slot in range(self.state.slots):
+                self.state.retire(slot)
+            self._busy = False
+
+    def _collect(self, running: dict[int, Running], slots: list[int], first: bool = False) -> Iterator[tuple[int, Piece]]:
+        tokens, reasons = self.read(int(self.state.round) - 1)
+        for slot in slots:
+            live = running[slot]
+            piece = live.take(tokens[slot], reasons[slot], first)
+            if piece.completion is not None:
+                del running[slot]
+                self.state.retire(slot)
+                warn_if_nothing_accepted(piece.completion, self.config.draft.name)
+            yield live.index, piece
+
+
+def target_folder(path: str, progress: Any = None) -> Path:
+    """The folder of a target: a path, or the demo model's name, which is prepared if need be."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir() and path == DEMO_NAME:
+        return prepare_demo_model(progress)
+    if not folder.is_dir():
+        raise ValueError(f"target {path!r} is neither a folder nor '{DEMO_NAME}' (models are not downloaded)")
+    return folder
+
+
+def root_only(anchor: Tensor) -> Tree:
+    """Trees of the anchors alone: a plain step."""
+    one = torch.ones_like(anchor)[:, None]
+    return Tree(token=anchor[:, None], parent=-one, depth=one - 1, valid=one.bool(), visible=one.bool()[:, :, None])
+
+
+def node_context(rows: Rows, state: RoundState) -> NodeContext:
+    """The rows as a sampling strategy sees them."""
+    depth = rows.position - state.cache.length[rows.slot]
+    return NodeContext(
+        token=rows.token, parent=rows.parent, depth=depth, position=rows.position, slot=rows.slot, local=rows.local(),
+        valid=rows.valid, ancestors=rows.ancestors, slots=state.slots, max_depth=state.depth,
+    )  # fmt: skip
+
+
+def last_row(slot: int, prompt: Tensor, state: RoundState) -> NodeContext:
+    """The prompt's last row as a tree of one root."""
+    zero = torch.zeros(1, dtype=torch.int64, device=prompt.device)
+    return NodeContext(
+        token=prompt[-1:], parent=zero - 1, depth=zero, position=zero + len(prompt) - 1, slot=zero + slot, local=zero,
+        valid=zero == 0, ancestors=torch.ones(1, 1, dtype=torch.int32, device=prompt.device), slots=state.slots,
+        max_depth=state.depth,
+    )  # fmt: skip
+
+
+def warn_if_nothing_accepted(completion: Completion, drafter: str) -> None:
+    """A drafter of which nothing is ever accepted is more likely miswired than merely bad."""
+    stats = completion.stats
+    if stats.num_spec_steps >= 20 and not stats.num_accepted_draft_tokens:
+        warnings.warn(
+            f"not one token of drafter '{drafter}' was accepted in {stats.num_spec_steps} rounds: the output is right, "
+            "but nothing is gained; does the drafter fit this target?",
+            stacklevel=3,
+        )
+
+
+def progress_bar(total: int, show: bool) -> contextlib.AbstractContextManager[Any]:
+    """A tqdm bar over completions on standard error."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, disable=not show, unit="prompt")

@@ -1,0 +1,75 @@
+"""A request while it runs: host-side bookkeeping of its tokens, text and statistics."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+from .requests import Completion, FinishReason, Piece, Request
+from .state import RUNNING, STOPPED
+from .stats import Stats
+from .text import TextStream
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+@dataclasses.dataclass(kw_only=True)
+class Running:
+    """One occupied slot as the host knows it.
+
+    Attributes:
+        index: the request's number in the caller's list.
+        emitted: tokens the device has emitted, those behind a stop string included.
+    """
+
+    index: int
+    request: Request
+    text: TextStream
+    stats: Stats
+    plain: bool
+    first_token_at: float = 0.0
+    emitted: int = 0
+
+    @classmethod
+    def start(cls, index: int, request: Request, engine: Engine, plain: bool, began: float) -> Running:
+        """Begin the bookkeeping of a request whose prefill has just run."""
+        now = time.perf_counter()
+        stats = Stats(
+            prompt_tokens=len(request.prompt_ids),
+            draft_tokens_per_step=0 if plain else engine.nodes - 1,
+            depth=0 if plain else engine.drafter.depth,
+            prefill_seconds=now - began,
+        )
+        text = TextStream(engine.tokenizer, request.stop)
+        return cls(index=index, request=request, text=text, stats=stats, plain=plain, first_token_at=now)
+
+    @property
+    def committed(self) -> int:
+        """Positions in the target's cache: all tokens but the last."""
+        return len(self.request.prompt_ids) + self.emitted - 1
+
+    def take(self, tokens: list[int], reason: int, first: bool) -> Piece:
+        """Take over a round's tokens.
+
+        Args:
+            tokens: as emitted by the device, cut at stop ids and limits there.
+            reason: RUNNING, STOPPED or LENGTH.
+            first: they come from the prefill and do not count as a round.
+        """
+        self.emitted += len(tokens)
+        before = len(self.text.ids)
+        piece = self.text.push(tokens)
+        kept = self.text.ids[before:]
+        if not first and not self.plain:
+            self.stats.per_step_accepted.append(max(len(kept) - 1, 0))
+        if reason == RUNNING and not self.text.stopped:
+            return Piece(text=piece, token_ids=kept)
+        piece += self.text.finish()
+        self.stats.completion_tokens = len(self.text.ids)
+        self.stats.decode_seconds = time.perf_counter() - self.first_token_at
+        finish: FinishReason = "stop" if self.text.stopped or reason == STOPPED else "length"
+        text = None if self.text.tokenizer is None else self.text.text
+        completion = Completion(token_ids=list(self.text.ids), text=text, finish_reason=finish, stats=self.stats)
+        return Piece(text=piece, token_ids=kept, completion=completion)

@@ -1,0 +1,154 @@
+"""RoundState: everything a round reads and writes between its steps, on the device, in buffers of fixed shape.
+
+The host launches rounds and reads results late, from a ring of emitted tokens; stop ids, token limits and the cache
+limit act here, on the device. Knows neither drafters nor trees nor models.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from modelkit.cache import KVCache
+from sampling import Acceptance
+
+RING = 4
+RUNNING, STOPPED, LENGTH = 0, 1, 2
+
+
+class RoundState(nn.Module):
+    """State of S slots.
+
+    Attributes (all buffers):
+        tokens: int64 [S, capacity + 1], prompt and emitted tokens.
+        total: int64 [S], how many of them are known; in a round `total = committed length + 1`.
+        anchor: int64 [S], last emitted token, not yet through the target.
+        limit: int64 [S], `total` may not pass it.
+        stop_ids: int64 [S, M], -1 padded.
+        reason: int64 [S], RUNNING, STOPPED or LENGTH.
+        active: bool [S], a request is in the slot and it has not ended.
+        pending, pending_count: features [S, L + 1, K * H] of the rows committed last, int64 [S].
+        ring_token [RING, S, L + 1], ring_count [RING, S], round []: emitted tokens of the last rounds.
+
+    Args:
+        cache: the target's.
+        slots, capacity: of that cache.
+        depth: L.
+        features: K * H, 0 for a drafter that taps nothing.
+        max_stop_ids: M.
+    """
+
+    def __init__(
+        self, *, cache: KVCache, capacity: int, depth: int, features: int, dtype: torch.dtype, max_stop_ids: int = 16
+    ) -> None:
+        super().__init__()
+        slots, device = cache.slots, cache.length.device
+        self.cache, self.capacity, self.depth, self.max_stop_ids = cache, capacity, depth, max_stop_ids
+
+        def whole(name: str, *shape: int, fill: int = 0) -> None:
+            self.register_buffer(name, torch.full(shape, fill, dtype=torch.int64, device=device), persistent=False)
+
+        whole("tokens", slots, capacity + 1)
+        whole("total", slots)
+        whole("anchor", slots)
+        whole("limit", slots)
+        whole("stop_ids", slots, max_stop_ids, fill=-1)
+        whole("reason", slots)
+        whole("pending_count", slots)
+        whole("ring_token", RING, slots, depth + 1, fill=-1)
+        whole("ring_count", RING, slots)
+        whole("round")
+        self.register_buffer("active", torch.zeros(slots, dtype=torch.bool, device=device), persistent=False)
+        pending = torch.zeros(slots, depth + 1, features, dtype=dtype, device=device)
+        self.register_buffer("pending", pending, persistent=False)
+
+    tokens: Tensor
+    total: Tensor
+    anchor: Tensor
+    limit: Tensor
+    stop_ids: Tensor
+    reason: Tensor
+    pending: Tensor
+    pending_count: Tensor
+    ring_token: Tensor
+    ring_count: Tensor
+    round: Tensor
+    active: Tensor
+
+    @property
+    def slots(self) -> int:
+        """S."""
+        return self.total.shape[0]
+
+    @property
+    def length(self) -> Tensor:
+        """Committed positions of each slot, int64 [S]."""
+        return self.cache.length[:-1]
+
+    def admit(self, slot: int, prompt: Tensor, limit: int, stop_ids: list[int]) -> None:
+        """Put a request into an idle slot (host side, between rounds).
+
+        Args:
+            slot: which.
+            prompt: int64 [P], P <= capacity - 1.
+            limit: most tokens, prompt included.
+            stop_ids: at most M ids that end the request.
+        """
+        if len(stop_ids) > self.max_stop_ids:
+            raise ValueError(f"{len(stop_ids)} stop ids; at most {self.max_stop_ids} are possible")
+        self.cache.reset(slot)
+        self.tokens[slot, : prompt.shape[0]] = prompt
+        self.total[slot] = prompt.shape[0]
+        self.limit[slot] = limit
+        self.stop_ids[slot] = -1
+        if stop_ids:
+            self.stop_ids[slot, : len(stop_ids)] = torch.tensor(stop_ids, device=self.total.device)
+        self.reason[slot] = RUNNING
+        self.pending_count[slot] = 0
+        self.active[slot] = True
+
+    def retire(self, slot: int) -> None:
+        """End whatever is in a slot (host side)."""
+        self.active[slot] = False
+
+    def emit(self, accepted: Acceptance) -> Tensor:
+        """Take over a round's tokens, cut at stop ids and limits; ends slots that are done.
+
+        Args:
+            accepted: what the sampler accepted.
+
+        Returns:
+            int64 [S], tokens really emitted: so many rows of the path may be committed.
+        """
+        token, width = accepted.token, accepted.token.shape[1]
+        step = torch.arange(width, device=token.device)
+        count = torch.minimum(accepted.count, (self.limit - self.total).clamp(min=0))
+        count = torch.where(self.active, count, 0)
+        is_stop = (token[:, :, None] == self.stop_ids[:, None, :]).any(-1) & (step < count[:, None])
+        first = torch.where(is_stop, step, width).amin(-1)
+        stopped = first < width
+        count = torch.where(stopped, first + 1, count)
+        inside = step < count[:, None]
+        place = torch.where(inside, self.total[:, None] + step, self.capacity)
+        self.tokens.scatter_(1, place, torch.where(inside, token, 0))
+        self.total += count
+        last = token.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
+        self.anchor.copy_(torch.where(count > 0, last, self.anchor))
+        full = self.active & ~stopped & (self.total >= self.limit)
+        self.reason.copy_(torch.where(stopped, STOPPED, torch.where(full, LENGTH, self.reason)))
+        self.active &= ~(stopped | full)
+        self._publish(torch.where(inside, token, -1), count)
+        return count
+
+    def _publish(self, token: Tensor, count: Tensor) -> None:
+        entry = (self.round % RING).view(1)
+        padded = torch.nn.functional.pad(token, (0, self.depth + 1 - token.shape[1]), value=-1)
+        self.ring_token.index_copy_(0, entry, padded[None])
+        self.ring_count.index_copy_(0, entry, count[None])
+        self.round += 1
+
+    def remember(self, taps: Tensor | None, path: Tensor, count: Tensor) -> None:
+        """Keep the tapped features of the committed rows for the drafter's next step."""
+        if taps is not None:
+            self.pending.copy_(taps[path.clamp(min=0)])
+        self.pending_count.copy_(count)

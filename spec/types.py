@@ -1,0 +1,73 @@
+"""Values that pass between the steps of a round. Frozen; tensors are padded to fixed shapes on the model's device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """What a drafter thinks comes after each slot's anchor.
+
+    Attributes:
+        ids: int64 [S, L, k], candidate tokens of each depth, best first; distinct within a depth unless `edge` tells
+            them apart.
+        score: fp32 [S, L, k], log-probability of each candidate. Without `edge` it holds whatever the parent is (the
+            marginals of a block drafter); with `edge` it is used at the first depth only. -inf: no candidate.
+        edge: fp32 [S, L, k, k] or None, log-probability of candidate j at depth d after candidate i at depth d - 1,
+            `edge[:, d, i, j]`; depth 0 is unused.
+    """
+
+    ids: Tensor
+    score: Tensor
+    edge: Tensor | None = None
+
+    @property
+    def depth(self) -> int:
+        """L."""
+        return self.ids.shape[1]
+
+    @property
+    def candidates(self) -> int:
+        """k."""
+        return self.ids.shape[2]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tree:
+    """A draft tree a slot. Node 0 is the root (the anchor); parents come before children; siblings differ in token.
+
+    Attributes:
+        token: int64 [S, N].
+        parent: int64 [S, N], -1 for the root.
+        depth: int64 [S, N].
+        valid: bool [S, N]; an invalid node holds no candidate and is never accepted, nor is anything below it.
+        visible: bool [S, N, N], `visible[s, i, j]`: j is i itself or an ancestor of i.
+    """
+
+    token: Tensor
+    parent: Tensor
+    depth: Tensor
+    valid: Tensor
+    visible: Tensor
+
+    @classmethod
+    def make(cls, *, token: Tensor, parent: Tensor, depth: Tensor, valid: Tensor, max_depth: int) -> Tree:
+        """Complete a tree from its parents.
+
+        Args:
+            token, parent, depth, valid: see the class.
+            max_depth: L, a host constant.
+        """
+        slots, nodes = token.shape
+        row = torch.arange(slots, device=token.device)[:, None]
+        visible = torch.eye(nodes, dtype=torch.bool, device=token.device).expand(slots, nodes, nodes)
+        jump = parent.clamp(min=0)
+        # Doubling: after i rounds a node sees its 2^i nearest ancestors.
+        for _ in range(max_depth.bit_length()):
+            visible = visible | visible[row, jump]
+            jump = jump.gather(1, jump)
+        return cls(token=token, parent=parent, depth=depth, valid=valid, visible=visible)
