@@ -33,7 +33,9 @@ class DensePlan:
     flat: Tensor | None
 
     @classmethod
-    def prepare(cls, rows: Rows, cache: KVCache | None, window: int | None, ancestors: Tensor | None = None) -> DensePlan:
+    def prepare(
+        cls, rows: Rows, cache: KVCache | None, window: int | None, ancestors: Tensor | None = None
+    ) -> DensePlan:
         """Build the masks.
 
         Args:
@@ -71,7 +73,8 @@ class DensePlan:
 
         Args:
             q: [R, Hq, D], rotated.
-            k, v: [R, Hkv, D], the rows' own keys (rotated) and values.
+            k: [R, Hkv, D], the rows' own keys, rotated.
+            v: [R, Hkv, D], their values.
             layer: the context; None with a plan made without a cache.
             scale: softmax scale.
 

@@ -123,6 +123,7 @@ class KVCache(nn.Module):
 
         Args:
             count: int64 [S].
+            width: entries a slot, a host constant.
 
         Returns:
             page, offset, both int64 [S, width].

@@ -25,9 +25,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """[.., size] -> [.., size]."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        scaled: Tensor = self.weight * wide.to(x.dtype)
+        return scaled
 
 
 def fuse_linear(parts: list[nn.Linear]) -> nn.Linear:
@@ -74,17 +76,20 @@ class Attention(nn.Module):
         if self.qkv_proj is not None:
             first = self.heads * self.dim
             bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[first:]
-            heads = F.linear(x, self.qkv_proj.weight[first:], bias).unflatten(-1, (-1, self.dim))
-            k, v = heads.split([self.kv_heads, self.kv_heads], -2)
+            heads: Tensor = F.linear(x, self.qkv_proj.weight[first:], bias)
+            heads = heads.view(*x.shape[:-1], -1, self.dim)
+            k, v = heads[..., : self.kv_heads, :], heads[..., self.kv_heads :, :]
         else:
-            k, v = (p(x).unflatten(-1, (-1, self.dim)) for p in (self.k_proj, self.v_proj))
+            k, v = (p(x).view(*x.shape[:-1], -1, self.dim) for p in (self.k_proj, self.v_proj))
         return self._normed(k, self.k_norm), v
 
     @staticmethod
     def _normed(heads: Tensor, norm: RMSNorm | None) -> Tensor:
         return heads if norm is None else norm(heads)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: DensePlan, cache: KVCache | None, layer: int) -> Tensor:
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], plan: DensePlan, cache: KVCache | None, layer: int
+    ) -> Tensor:
         """Rows [R, H] -> [R, H]; leaves their K/V in the cache's scratch."""
         q, k, v = self.project(x)
         q, k = rotate(q, *angles), rotate(k, *angles)
@@ -93,7 +98,8 @@ class Attention(nn.Module):
             cache.layers[layer].write_scratch(k, v)  # type: ignore[operator]
             view = cache.view(layer)
         out = plan.attend(q, k, v, view, self.scale)
-        return self.o_proj(out.reshape(x.shape[0], -1))
+        mixed: Tensor = self.o_proj(out.reshape(x.shape[0], -1))
+        return mixed
 
 
 class MLP(nn.Module):
@@ -113,11 +119,13 @@ class MLP(nn.Module):
         del self.gate_proj, self.up_proj
 
     def forward(self, x: Tensor) -> Tensor:
+        """Rows [R, H] -> [R, H]."""
         if self.gate_up_proj is not None:
             gate, up = self.gate_up_proj(x).chunk(2, -1)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(F.silu(gate) * up)
+        mixed: Tensor = self.down_proj(F.silu(gate) * up)
+        return mixed
 
 
 class Block(nn.Module):
@@ -130,10 +138,13 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: DensePlan, cache: KVCache | None, layer: int) -> Tensor:
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], plan: DensePlan, cache: KVCache | None, layer: int
+    ) -> Tensor:
         """Rows [R, H] -> [R, H], the residual stream after this layer."""
         x = x + self.self_attn(self.input_layernorm(x), angles, plan, cache, layer)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return x
 
 
 def fuse_projections(module: nn.Module) -> None:

@@ -114,7 +114,8 @@ def load_weights(
             unknown.append(stored_name)
         elif wanted[name].shape != tensor.shape:
             raise ValueError(
-                f"{folder}: {stored_name} has shape {list(tensor.shape)}, the config asks for {list(wanted[name].shape)}"
+                f"{folder}: {stored_name} has shape {list(tensor.shape)}, the config asks for "
+                f"{list(wanted[name].shape)}"
             )
         else:
             filled[name] = tensor.to(device=device, dtype=dtype)

@@ -117,12 +117,16 @@ class Transformer(nn.Module):
             ValueError: not a 2-D integer tensor, or an id outside the vocabulary.
         """
         if token_ids.dim() != 2 or token_ids.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"token_ids must be an integer tensor [B, T], got {token_ids.dtype} {list(token_ids.shape)}")
+            raise ValueError(
+                f"token_ids must be an integer tensor [B, T], got {token_ids.dtype} {list(token_ids.shape)}"
+            )
         if token_ids.numel() and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.config.vocab_size:
             raise ValueError(f"token ids must be in 0..{self.config.vocab_size - 1}")
         batch, length = token_ids.shape
         start = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        rows = chain(token=token_ids.to(self.device).long(), start=start, count=start + length, rows=batch * length, bound=0)
+        rows = chain(
+            token=token_ids.to(self.device).long(), start=start, count=start + length, rows=batch * length, bound=0
+        )
         return self.head(self(rows, None).hidden).view(batch, length, -1)
 
 

@@ -112,7 +112,9 @@ def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: 
     return temperature(1.0)
 
 
-def rotary_angles(inverse_frequencies: Tensor, scale: float, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_angles(
+    inverse_frequencies: Tensor, scale: float, position: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Cosine and signed sine for a list of rows.
 
     Args:

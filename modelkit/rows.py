@@ -92,7 +92,15 @@ class Rows:
 
 
 def flatten(
-    *, token: Tensor, parent: Tensor, valid: Tensor, visible: Tensor, position: Tensor, count: Tensor, rows: int, bound: int
+    *,
+    token: Tensor,
+    parent: Tensor,
+    valid: Tensor,
+    visible: Tensor,
+    position: Tensor,
+    count: Tensor,
+    rows: int,
+    bound: int,
 ) -> Rows:
     """Lay per-slot nodes out as flat rows, on the device and in fixed shapes.
 

@@ -60,7 +60,12 @@ class Acceptance:
 
 
 class Sampler(Protocol):
-    """A sampling strategy. `Config` is its part of the config; `lossless` says whether outputs follow the target's law."""
+    """A sampling strategy.
+
+    Attributes:
+        Config: its part of the config.
+        lossless: whether outputs follow the target's law exactly.
+    """
 
     Config: ClassVar[type[Any]]
     lossless: ClassVar[bool]

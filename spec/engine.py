@@ -8,10 +8,11 @@ Everything a round decides is decided on the device; the host launches rounds an
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ from sampling import SAMPLERS, NodeContext
 
 from .config import GenerateConfig, load_config
 from .draft import DRAFTERS
-from .requests import Completion, Piece, Request, SamplingParams, stop_tuple
+from .requests import Completion, Piece, Request, Settings, prepare
 from .running import Running
 from .state import RING, RoundState
-from .text import Prompt, encode, load_tokenizer
+from .text import Prompt, load_tokenizer
 from .tree import TREES
 from .types import Tree
 
@@ -58,7 +59,11 @@ class Engine:
         self.sampler = SAMPLERS.get(config.sampling.name)(config.sampling.config)  # type: ignore[call-arg]
         self.tree = TREES.get(config.tree.name)(config.tree.config)  # type: ignore[call-arg]
         self.drafter = DRAFTERS.get(config.draft.name)(  # type: ignore[call-arg]
-            config.draft.config, target=self.target, slots=slots, capacity=self.capacity, candidates=self.tree.candidates
+            config.draft.config,
+            target=self.target,
+            slots=slots,
+            capacity=self.capacity,
+            candidates=self.tree.candidates,
         )
         self.nodes = self.tree.nodes(self.drafter.depth)
         scratch = max(slots * self.nodes, config.engine.prefill_chunk, self.drafter.rows)
@@ -101,10 +106,7 @@ class Engine:
             plain: one row a slot and no drafter.
         """
         state, drafter = self.state, self.drafter
-        if plain:
-            tree = root_only(state.anchor)
-        else:
-            tree = self.tree.build(drafter.propose(state, bound), state.anchor)
+        tree = root_only(state.anchor) if plain else self.tree.build(drafter.propose(state, bound), state.anchor)
         flat = self._flat_rows(tree, rows, bound)
         output = self.target(flat, state.cache, () if plain else drafter.taps)
         logits = self.target.head(output.hidden)
@@ -156,30 +158,20 @@ class Engine:
     def generate(
         self,
         prompts: str | Sequence[Prompt],
+        settings: Settings | None = None,
         *,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-        ignore_eos: bool | None = None,
-        progress: bool = False,
         plain: bool = False,
+        progress: bool = False,
+        **changes: Any,
     ) -> list[Completion]:
         """Complete prompts, as many at a time as the engine has slots.
 
         Args:
             prompts: a list of texts, of token-id lists, or of chat-message lists; one text alone is a list of one.
-            max_new_tokens: most tokens a completion; None is the config's. The context limit may end it sooner.
-            temperature, top_k, top_p, min_p, seed: see `SamplingParams`.
-            stop: strings that end a completion and do not belong to it.
-            stop_token_ids: ids that end it besides the model's own end tokens, and belong to it.
-            ignore_eos: do not end at the model's end tokens; None is the config's.
-            progress: show a progress bar on standard error.
+            settings: see `Settings`.
             plain: decode without speculation.
+            progress: show a progress bar on standard error.
+            **changes: fields of `Settings` by name: max_new_tokens=128, stop=["."], ...
 
         Returns:
             One `Completion` a prompt, in order.
@@ -187,87 +179,64 @@ class Engine:
         Raises:
             ValueError: a prompt or a setting is not usable. Nothing has run then.
         """
-        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        requests = self._requests(prompts, max_new_tokens, params, stop, stop_token_ids, ignore_eos)
-        done: list[Completion | None] = [None] * len(requests)
-        with progress_bar(len(requests), progress) as bar:
-            for index, piece in self._serve(requests, plain):
-                if piece.completion is not None:
-                    done[index] = piece.completion
-                    bar.update(1)
-        return [completion for completion in done if completion is not None]
+        done = dict(self.completions(prompts, settings, plain=plain, progress=progress, **changes))
+        return [done[index] for index in range(len(done))]
 
-    def generate_plain(self, prompts: str | Sequence[Prompt], **settings: Any) -> list[Completion]:
+    def generate_plain(
+        self, prompts: str | Sequence[Prompt], settings: Settings | None = None, **changes: Any
+    ) -> list[Completion]:
         """`generate` without speculation: the baseline and the oracle."""
-        return self.generate(prompts, plain=True, **settings)
+        return self.generate(prompts, settings, plain=True, **changes)
+
+    def completions(
+        self,
+        prompts: str | Sequence[Prompt],
+        settings: Settings | None = None,
+        *,
+        plain: bool = False,
+        progress: bool = False,
+        **changes: Any,
+    ) -> Iterator[tuple[int, Completion]]:
+        """`generate`, but each completion as soon as it is finished, with its prompt's index."""
+        requests = self._prepare(prompts, settings, changes)
+        return self._finished(requests, plain, progress)
 
     def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-        ignore_eos: bool | None = None,
-        plain: bool = False,
+        self, prompt: Prompt, settings: Settings | None = None, *, plain: bool = False, **changes: Any
     ) -> Iterator[Piece]:
         """Complete one prompt, piece by piece; the last piece carries the `Completion`. Arguments as in `generate`.
 
         Text is released only when later tokens cannot change it; nothing after a stop is ever shown. Closing the
         iterator early frees the engine.
         """
-        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        requests = self._requests([prompt], max_new_tokens, params, stop, stop_token_ids, ignore_eos)
-        served = self._serve(requests, plain)
-        return (piece for _, piece in served)
+        return self._pieces(self._prepare([prompt], settings, changes), plain)
 
-    def _requests(
-        self,
-        prompts: str | Sequence[Prompt],
-        max_new_tokens: int | None,
-        params: SamplingParams,
-        stop: str | Sequence[str] | None,
-        stop_token_ids: Sequence[int] | None,
-        ignore_eos: bool | None,
+    def _prepare(
+        self, prompts: str | Sequence[Prompt], settings: Settings | None, changes: dict[str, Any]
     ) -> list[Request]:
-        self.sampler.check(temperature=params.temperature)
-        most = self.config.generate.max_new_tokens if max_new_tokens is None else max_new_tokens
-        if most < 1:
-            raise ValueError(f"max_new_tokens = {most}: must be at least 1")
-        eos = () if (self.config.generate.ignore_eos if ignore_eos is None else ignore_eos) else self.eos_ids
-        strings = stop_tuple(stop)
-        if strings and self.tokenizer is None:
-            raise ValueError("the target folder has no tokenizer: stop strings cannot be found, use stop_token_ids")
-        stop_ids = list(dict.fromkeys([*eos, *(stop_token_ids or ())]))
-        if len(stop_ids) > self.state.max_stop_ids:
-            raise ValueError(f"{len(stop_ids)} stop ids; at most {self.state.max_stop_ids} are possible")
-        if not isinstance(prompts, str) and (not isinstance(prompts, Sequence) or not len(prompts)):
-            raise ValueError("prompts is empty: give a list with at least one prompt")
-        requests = []
-        for number, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts):
-            try:
-                ids = encode(prompt, self.tokenizer, self.target.config.vocab_size)
-                if len(ids) >= self.capacity:
-                    raise ValueError(
-                        f"the prompt has {len(ids)} tokens; the context of {self.capacity} (max_model_len) must hold "
-                        "it and one new token"
-                    )
-            except ValueError as error:
-                raise ValueError(f"prompt {number}: {error}" if len(prompts) > 1 else str(error)) from None
-            requests.append(Request(prompt_ids=ids, max_new_tokens=most, stop_ids=stop_ids, stop=strings))
-        return requests
+        resolved = dataclasses.replace(settings or Settings(), **changes)
+        self.sampler.check(temperature=resolved.temperature)
+        defaults = self.config.generate
+        ignore_eos = defaults.ignore_eos if resolved.ignore_eos is None else resolved.ignore_eos
+        return prepare(
+            prompts, resolved, tokenizer=self.tokenizer, vocab_size=self.target.config.vocab_size,
+            capacity=self.capacity, max_new_tokens=defaults.max_new_tokens,
+            eos_ids=() if ignore_eos else self.target.config.eos_token_ids, max_stop_ids=self.state.max_stop_ids,
+        )  # fmt: skip
 
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Token ids that end an answer, from generation_config.json or config.json."""
-        return self.target.config.eos_token_ids
+    def _finished(self, requests: list[Request], plain: bool, progress: bool) -> Iterator[tuple[int, Completion]]:
+        with progress_bar(len(requests), progress) as bar, contextlib.closing(self._serve(requests, plain)) as served:
+            for index, piece in served:
+                if piece.completion is not None:
+                    bar.update(1)
+                    yield index, piece.completion
 
-    def _serve(self, requests: Sequence[Request], plain: bool) -> Iterator[tuple[int, Piece]]:
+    def _pieces(self, requests: list[Request], plain: bool) -> Iterator[Piece]:
+        with contextlib.closing(self._serve(requests, plain)) as served:
+            for _, piece in served:
+                yield piece
+
+    def _serve(self, requests: Sequence[Request], plain: bool) -> Generator[tuple[int, Piece], None, None]:
         if self._busy:
             raise ValueError("the engine is still busy with a stream that was not finished; exhaust or close it first")
         self._busy = True
@@ -290,7 +259,9 @@ class Engine:
                 self.state.retire(slot)
             self._busy = False
 
-    def _collect(self, running: dict[int, Running], slots: list[int], first: bool = False) -> Iterator[tuple[int, Piece]]:
+    def _collect(
+        self, running: dict[int, Running], slots: list[int], first: bool = False
+    ) -> Iterator[tuple[int, Piece]]:
         tokens, reasons = self.read(int(self.state.round) - 1)
         for slot in slots:
             live = running[slot]
@@ -352,4 +323,5 @@ def progress_bar(total: int, show: bool) -> contextlib.AbstractContextManager[An
     """A tqdm bar over completions on standard error."""
     from tqdm import tqdm
 
-    return tqdm(total=total, disable=not show, unit="prompt")
+    bar: contextlib.AbstractContextManager[Any] = tqdm(total=total, disable=None if show else True, unit="prompt")
+    return bar

@@ -1,34 +1,45 @@
-"""A request and its outcome, as the caller sees them."""
+"""What a caller asks for and gets: settings, requests, completions. Checks everything before anything runs."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from .stats import Stats
+from .text import Prompt, encode
 
 FinishReason = Literal["stop", "length"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """Per-request sampling, in the names everyone uses. None leaves the config's value.
+class Settings:
+    """How to complete a prompt; None leaves the config's value.
 
     Attributes:
+        max_new_tokens: most tokens a completion; the context limit may end it sooner.
         temperature: 0 decodes greedily.
         top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
         seed: makes sampled output repeatable.
+        stop: strings that end a completion and do not belong to it.
+        stop_token_ids: ids that end it besides the model's own end tokens, and belong to it.
+        ignore_eos: do not end at the model's end tokens.
     """
 
+    max_new_tokens: int | None = None
     temperature: float | None = None
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool | None = None
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens = {self.max_new_tokens}: must be at least 1")
         if self.temperature is not None and not 0.0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature = {self.temperature}: must be 0 (greedy) or a positive number")
         if self.top_k < 0:
@@ -37,6 +48,14 @@ class SamplingParams:
             raise ValueError(f"top_p = {self.top_p}: must be in (0, 1]")
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p = {self.min_p}: must be in [0, 1]")
+        for s in self.stop_strings:
+            if not isinstance(s, str) or not s:
+                raise ValueError(f"stop string {s!r}: must be a string that is not empty")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,10 +107,50 @@ class Piece:
     completion: Completion | None = None
 
 
-def stop_tuple(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Stop strings as a tuple; empty ones are refused."""
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    for s in strings:
-        if not isinstance(s, str) or not s:
-            raise ValueError(f"stop string {s!r}: must be a string that is not empty")
-    return strings
+def prepare(
+    prompts: str | Sequence[Prompt], settings: Settings, *, tokenizer: Any | None, vocab_size: int, capacity: int,
+    max_new_tokens: int, eos_ids: Sequence[int], max_stop_ids: int,
+) -> list[Request]:  # fmt: skip
+    """Check prompts and settings and turn them into requests.
+
+    Args:
+        prompts: a list of texts, of token-id lists, or of chat-message lists; one text alone is a list of one.
+        settings: of the caller.
+        tokenizer: of the target, or None.
+        vocab_size: of the target.
+        capacity: most tokens of a request, prompt and output.
+        max_new_tokens: where the settings leave it open.
+        eos_ids: the model's end tokens, unless ignored.
+        max_stop_ids: most ids a request may stop at.
+
+    Raises:
+        ValueError: something is not usable; with several prompts the message says which.
+    """
+    if not isinstance(prompts, str) and (not isinstance(prompts, Sequence) or not len(prompts)):
+        raise ValueError("prompts is empty: give a list with at least one prompt")
+    if settings.stop_strings and tokenizer is None:
+        raise ValueError("the target folder has no tokenizer: stop strings cannot be found, use stop_token_ids")
+    stop_ids = list(dict.fromkeys([*eos_ids, *(settings.stop_token_ids or ())]))
+    if len(stop_ids) > max_stop_ids:
+        raise ValueError(f"{len(stop_ids)} stop ids; at most {max_stop_ids} are possible")
+    several = [prompts] if isinstance(prompts, str) else prompts
+    requests = []
+    for number, prompt in enumerate(several):
+        try:
+            ids = encode(prompt, tokenizer, vocab_size)
+            if len(ids) >= capacity:
+                raise ValueError(
+                    f"the prompt has {len(ids)} tokens; the context of {capacity} (max_model_len) must hold it and one "
+                    "new token"
+                )
+        except ValueError as error:
+            raise ValueError(f"prompt {number}: {error}" if len(several) > 1 else str(error)) from None
+        requests.append(
+            Request(
+                prompt_ids=ids,
+                max_new_tokens=settings.max_new_tokens or max_new_tokens,
+                stop_ids=stop_ids,
+                stop=settings.stop_strings,
+            )
+        )
+    return requests

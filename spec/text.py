@@ -44,7 +44,7 @@ def encode(prompt: Prompt, tokenizer: Any | None, vocab_size: int) -> list[int]:
     elif all(isinstance(item, Mapping) for item in prompt):
         ids = _encode_chat(prompt, tokenizer)  # type: ignore[arg-type]
     elif all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
-        ids = list(prompt)  # type: ignore[arg-type]
+        ids = list(prompt)
     else:
         raise ValueError("a prompt is a string, a list of token ids, or a list of {'role', 'content'} messages")
     if not ids:

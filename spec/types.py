@@ -59,7 +59,10 @@ class Tree:
         """Complete a tree from its parents.
 
         Args:
-            token, parent, depth, valid: see the class.
+            token: see the class.
+            parent: see the class.
+            depth: see the class.
+            valid: see the class.
             max_depth: L, a host constant.
         """
         slots, nodes = token.shape

@@ -46,9 +46,7 @@ def test_import_needs_neither_triton_nor_transformers(package):
         import {", ".join(modules)}
         sys.exit("{package} imports transformers" if "transformers" in sys.modules else 0)
     """
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(check)], cwd=ROOT, capture_output=True, text=True
-    )
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(check)], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 

@@ -16,7 +16,9 @@ MAX_BLOCK = 257
 
 
 class Drafter(Protocol):
-    """A strategy that proposes what follows each slot's anchor. Built as `cls(config, target=, slots=, capacity=, candidates=)`.
+    """A strategy that proposes what follows each slot's anchor.
+
+    Built as `cls(config, target=, slots=, capacity=, candidates=)`.
 
     Attributes:
         taps: target layers (0-based) whose output the drafter needs; () for none.

@@ -30,7 +30,7 @@ class DFlashDrafter:
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Config(BlockConfig):
-        """`path` is the drafter's folder. A block smaller than the trained one loses little; a larger one is refused."""
+        """`path` is the drafter's folder. A block smaller than the trained one is fine; a larger one is refused."""
 
         path: str = ""
 
@@ -110,7 +110,8 @@ def check_target(published: DFlashConfig, target: Transformer, folder: Path) -> 
     have = target.config
     if published.model.hidden_size != have.hidden_size:
         raise ValueError(
-            f"{folder} drafts for a target of hidden size {published.model.hidden_size}, this one has {have.hidden_size}"
+            f"{folder} drafts for a target of hidden size {published.model.hidden_size}, this one has "
+            f"{have.hidden_size}"
         )
     if published.model.vocab_size != have.vocab_size:
         raise ValueError(
@@ -118,7 +119,8 @@ def check_target(published: DFlashConfig, target: Transformer, folder: Path) -> 
         )
     if published.num_target_layers not in (None, have.num_hidden_layers):
         raise ValueError(
-            f"{folder} drafts for a target of {published.num_target_layers} layers, this one has {have.num_hidden_layers}"
+            f"{folder} drafts for a target of {published.num_target_layers} layers, this one has "
+            f"{have.num_hidden_layers}"
         )
     if max(published.target_layer_ids) >= have.num_hidden_layers:
         raise ValueError(

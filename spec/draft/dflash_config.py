@@ -107,7 +107,9 @@ def _refuse_unsupported(config: Mapping[str, Any], nested: Mapping[str, Any], wh
     if unknown := sorted(set(nested) - set(KNOWN) - set(UNSUPPORTED)):
         raise ValueError(f"{where}: dflash_config has unknown keys: {', '.join(unknown)}")
     if config.get("model_type") != "qwen3":
-        raise ValueError(f"{where}: drafter layers of type {config.get('model_type')!r} are not implemented; known: qwen3")
+        raise ValueError(
+            f"{where}: drafter layers of type {config.get('model_type')!r} are not implemented; known: qwen3"
+        )
 
 
 def _layers_config(config: Mapping[str, Any], nested: Mapping[str, Any], where: str) -> ModelConfig:

@@ -59,7 +59,7 @@ class DFlashModel(nn.Module):
             assert isinstance(block, Block)
             k, v = block.self_attn.project_context(context)
             k = rotate(k, cos, sin)
-            cache.append(index, k.unflatten(0, (slots, width)), v.unflatten(0, (slots, width)), page, offset)
+            cache.append(index, k.view(slots, width, *k.shape[1:]), v.view(slots, width, *v.shape[1:]), page, offset)
         cache.length[:-1] += count
 
     def forward(self, embedded: Tensor, rows: Rows, bidirectional: Tensor, cache: KVCache) -> Tensor:

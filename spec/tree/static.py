@@ -40,6 +40,7 @@ class Static:
         self.candidates = max(config.widths)
         parent, rank, depth = [-1], [0], [0]
         level = [0]
+        self._level_sizes = []
         for d, width in enumerate(config.widths):
             below = []
             for node in level:
@@ -49,6 +50,7 @@ class Static:
                     rank.append(r)
                     depth.append(d + 1)
             level = below
+            self._level_sizes.append(len(below))
         self._parent, self._rank, self._depth = torch.tensor(parent), torch.tensor(rank), torch.tensor(depth)
 
     def nodes(self, depth: int) -> int:
@@ -66,8 +68,8 @@ class Static:
         candidate = torch.zeros(slots, len(parent), dtype=torch.int64, device=device)
         alive = torch.ones(slots, len(parent), dtype=torch.bool, device=device)
         first = 1
-        for d, width in enumerate(self.config.widths):
-            last = first + int((self._topology_level(d + 1)))
+        for d, size in enumerate(self._level_sizes):
+            last = first + size
             nodes = slice(first, last)
             above = candidate[:, parent[nodes]]
             if proposal.edge is None or d == 0:
@@ -89,9 +91,3 @@ class Static:
             valid=alive,
             max_depth=len(self.config.widths),
         )
-
-    def _topology_level(self, depth: int) -> int:
-        count = 1
-        for width in self.config.widths[:depth]:
-            count *= width
-        return count

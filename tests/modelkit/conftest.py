@@ -1,4 +1,4 @@
-"""Fixtures of modelkit's tests: transformers checkpoints as the oracle, and tiny models and folders made by hand."""
+"""Fixtures of modelkit's tests: checkpoints of transformers as the oracle, and tiny models made by hand."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ VOCAB = 61
 
 
 def _randomise(model: nn.Module, seed: int) -> None:
-    """Weights large enough that every feature shows: sharp attention, norms away from 1, biases away from 0."""
+    """Weights large enough that features show: sharp attention, norms away from 1, biases away from 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -27,12 +27,8 @@ def _randomise(model: nn.Module, seed: int) -> None:
             elif "embed" in name:
                 p.copy_(noise)
             else:
-                p.copy_(noise * (2.0 if "q_proj" in name or "k_proj" in name else 1.0) / math.sqrt(p.shape[1]))
-
-
-@pytest.fixture(scope="session")
-def randomise() -> Callable[[nn.Module, int], None]:
-    return _randomise
+                gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
+                p.copy_(noise * gain / math.sqrt(p.shape[1]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +60,8 @@ def save_transformers(tmp_path) -> Callable[..., Saved]:
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
         config = transformers.AutoConfig.for_model(model_type, **(sizes | options))
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = model.float().eval()
         _randomise(model, seed=1)
         folder = tmp_path / model_type
         model.save_pretrained(folder)
@@ -90,9 +87,10 @@ def relative() -> Callable[[Tensor, Tensor], float]:
 def tiny_config() -> dict[str, Any]:
     """A hand-written llama config.json."""
     return {
-        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 100.0,
-        "max_position_embeddings": 256, "tie_word_embeddings": False,
+        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "rms_norm_eps": 1e-5, "rope_theta": 100.0, "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
     }  # fmt: skip
 
 

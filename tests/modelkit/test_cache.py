@@ -1,4 +1,4 @@
-"""The KV cache's promises: writes land in one place only, stale content is never seen, slots do not touch each other."""
+"""The KV cache's promises: writes land where they should, stale content is never seen, slots are apart."""
 
 import pytest
 import torch
@@ -20,7 +20,8 @@ def model(request, tiny_model):
 def new_cache(model, layout: str = "static", slots: int = 3) -> KVCache:
     cache = model.new_cache(slots=slots, capacity=CAPACITY, scratch=64, page_size=LAYOUTS[layout])
     if layout == "permuted":
-        cache.set_table(torch.randperm(cache.table.numel()).view(cache.table.shape))
+        order = torch.randperm(cache.table.numel(), generator=torch.Generator().manual_seed(5))
+        cache.set_table(order.view(cache.table.shape))
     return cache
 
 
@@ -29,8 +30,8 @@ def text(count: int, seed: int) -> Tensor:
 
 
 @torch.no_grad()
-def step(model, cache, tokens: list[Tensor], *, bound: int | None = None, uniform: bool = True, keep: bool = True) -> list[Tensor]:
-    """Feed each slot its tokens, commit them, return each slot's logits."""
+def step(model, cache, tokens: list[Tensor], *, bound=None, uniform=True, keep=True) -> list[Tensor]:
+    """Feed each slot its tokens, commit them (unless told not to), return each slot's logits."""
     count = torch.tensor([len(t) for t in tokens])
     width = max(1, int(count.max()))
     padded = torch.full((len(tokens), width), 7)
@@ -76,8 +77,9 @@ def test_short_and_long_rows_of_a_batch_equal_themselves_alone(model, chunk, uni
     cache = new_cache(model)
     found: list[list[Tensor]] = [[], [], []]
     for i in range(0, 20, chunk):
-        for parts, logits in zip(found, step(model, cache, [t[i : i + chunk] for t in texts], uniform=uniform), strict=True):
-            parts.append(logits)
+        logits = step(model, cache, [t[i : i + chunk] for t in texts], uniform=uniform)
+        for parts, part in zip(found, logits, strict=True):
+            parts.append(part)
     assert cache.length.tolist() == [3, 9, 20, 0]
     for parts, t in zip(found, texts, strict=True):
         close(torch.cat(parts), model.score(t[None])[0])
@@ -116,7 +118,6 @@ def test_entries_past_the_capacity_land_nowhere(model, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_append_at_a_destination_equals_commit(model, layout):
     direct, scratch = new_cache(model, layout), new_cache(model, layout)
-    direct.set_table(scratch.table)
     for cache in (direct, scratch):
         step(model, cache, [text(5, 1), text(2, 2), text(4, 3)])
     before = stored(direct)
@@ -133,22 +134,21 @@ def test_append_at_a_destination_equals_commit(model, layout):
     assert changed(stored(direct), scratch) == set()
 
 
-@pytest.mark.parametrize("garbage", [1e4, float("nan")])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_stale_content_changes_nothing(model, layout, garbage):
-    """Whatever lies behind the committed lengths, in scratch and in the dummy slot's pages: an earlier request's, say."""
+def test_stale_content_changes_nothing(model, layout):
+    """Whatever lies behind the committed lengths, in scratch and in the dummy slot's pages."""
     clean, stale = new_cache(model, layout), new_cache(model, layout)
-    clean.set_table(stale.table)
     outputs = []
     for cache in (clean, stale):
         step(model, cache, [text(5, 1), text(1, 2), text(9, 3)])
         if cache is stale:
             kept = [place for s, n in enumerate((5, 1, 9)) for place in places(cache, s, 0, n)]
             for layer in cache.layers:
-                layer.scratch_k.fill_(garbage), layer.scratch_v.fill_(garbage)
+                layer.scratch_k.fill_(1e4)
+                layer.scratch_v.fill_(1e4)
                 for pages in (layer.k, layer.v):
                     copy = pages.clone()
-                    pages.fill_(garbage)
+                    pages.fill_(1e4)
                     for page, offset in kept:
                         pages[page, :, offset] = copy[page, :, offset]
         first = step(model, cache, [text(2, 4), text(4, 5), text(0, 6)], bound=CAPACITY, uniform=False)
@@ -178,8 +178,10 @@ def test_a_slot_is_clean_after_a_request_that_went_nan(model):
     cache.reset(0)
     clean = text(6, 2).clamp(max=12)
     nothing = clean[:0]
-    close(step(model, cache, [clean[:3], nothing, nothing], bound=CAPACITY)[0], model.score(clean[None, :3])[0])
-    close(step(model, cache, [clean[3:], nothing, nothing], bound=CAPACITY)[0], model.score(clean[None])[0, 3:])
+    expected = model.score(clean[None])[0]
+    for part in (slice(0, 3), slice(3, 6)):
+        found = step(model, cache, [clean[part], nothing, nothing], bound=CAPACITY)
+        close(found[0], expected[part])
 
 
 def test_reset_forgets_one_slot(model):
@@ -199,10 +201,11 @@ def test_a_forward_of_idle_slots_only(model, rows):
     cache = new_cache(model)
     step(model, cache, [text(3, 1)] * 3)
     before, zero = stored(cache), torch.zeros(3, dtype=torch.int64)
-    idle = chain(token=torch.zeros(3, 2, dtype=torch.int64), start=cache.length[:-1], count=zero, rows=rows, bound=3)
+    tokens = torch.zeros(3, 2, dtype=torch.int64)
+    idle = chain(token=tokens, start=cache.length[:-1], count=zero, rows=rows, bound=3)
     assert not idle.valid.any()
     assert model(idle, cache).hidden.isfinite().all()
-    cache.commit(torch.zeros(3, 2, dtype=torch.int64), zero)
+    cache.commit(tokens, zero)
     assert changed(before, cache) == set() and cache.length.tolist() == [3, 3, 3, 0]
 
 

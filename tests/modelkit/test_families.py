@@ -1,4 +1,4 @@
-"""Logits of every supported family and feature equal transformers', in both spellings of config.json, fused or not."""
+"""Logits of every family and feature equal transformers', in both spellings of config.json, fused or not."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 YARN = {"rope_type": "yarn", "factor": 6.0, "original_max_position_embeddings": 64}
 ROPES = {
     "default": {"rope_type": "default"},
-    "linear": {"rope_type": "linear", "factor": 2.5},
+    "linear": {"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0},
     "llama3": {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
@@ -30,10 +30,12 @@ ROPES = {
     "yarn mscales": YARN | {"mscale": 0.7, "mscale_all_dim": 1.6},
     "yarn one mscale": YARN | {"mscale": 2.0},
     "yarn equal mscales": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "yarn range of no width": YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
+    "yarn range past the end": YARN | {"original_max_position_embeddings": 16384, "rope_theta": 10.0},
 }  # fmt: skip
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOWS = {
-    "mistral": [{"sliding_window": w} for w in (None, 1, 5, 28, 64)],
+    "mist": [{"sliding_window": w} for w in (None, 1, 5, 28, 64)],
     "qwen": [
         {"use_sliding_window": False, "sliding_window": 5},
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
@@ -56,8 +58,9 @@ def old_spelling(config: dict) -> dict:
     config["rope_scaling"] = None if kind == "default" else {"type": kind} | rope
     config["torch_dtype"] = config.pop("dtype")
     layers, first = config["num_hidden_layers"], config.get("max_window_layers")
-    by_rule = ["sliding_attention" if first is not None and i >= first else "full_attention" for i in range(layers)]
-    if config.get("layer_types") == by_rule or not config.get("use_sliding_window"):
+    first = layers if first is None or not config.get("use_sliding_window") else first
+    by_rule = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    if config.get("layer_types") == by_rule:
         config.pop("layer_types", None)
     return {key: value for key, value in config.items() if key != "transformers_version"}
 
@@ -84,20 +87,17 @@ def check(save_transformers, relative):
     return run
 
 
-def rope(name: str, theta: float = 10000.0) -> dict:
-    return {"rope_parameters": ROPES[name] | {"rope_theta": theta}}
+def rope(name: str) -> dict:
+    return {"rope_parameters": {"rope_theta": 10000.0} | ROPES[name]}
 
 
 @pytest.mark.parametrize("name", ROPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rope_types(check, family, name):
-    check(family, head_dim=16, **rope(name, theta=500.0 if name == "linear" else 10000.0))
+    check(family, head_dim=16, **rope(name))
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [("mistral", w) for w in WINDOWS["mistral"]] + [(f, w) for f in ("qwen2", "qwen3") for w in WINDOWS["qwen"]],
-)
+@pytest.mark.parametrize(("family", "options"), [(f, w) for f in FAMILIES[1:] for w in WINDOWS[f[:4]]])
 def test_windows(check, family, options):
     check(family, head_dim=16, **rope("yarn betas"), **options)
 
@@ -117,7 +117,7 @@ def test_sizes_and_tying(check, family, kv_heads, head_dim, tied):
         ("llama", {"attention_bias": True, "mlp_bias": False}),
         ("llama", {"attention_bias": False, "mlp_bias": True}),
         ("llama", {"attention_bias": True, "mlp_bias": True}),
-        ("qwen3", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+        ("qwen3", {"attention_bias": True} | WINDOWS["qwen"][1]),
     ],
 )
 def test_biases(check, family, biases, tied):
@@ -176,10 +176,11 @@ def test_a_broken_feature_moves_the_logits(save_transformers, relative, family):
     model.config = config
     model.prepare()
     attention = model.layers[0].self_attn
-    broken = [attention.q_norm.weight, attention.k_norm.weight] if family == "qwen3" else [attention.qkv_proj.bias]
+    norms = family == "qwen3"
+    broken = [attention.q_norm.weight, attention.k_norm.weight] if norms else [attention.qkv_proj.bias]
     for number, parameter in enumerate(broken):
         kept = parameter.detach().clone()
-        parameter.data.fill_(1.0 if family == "qwen3" else 0.0)
+        parameter.data.fill_(1.0 if norms else 0.0)
         moved[f"parameter {number}"] = relative(model.score(saved.tokens), saved.logits)
         parameter.data.copy_(kept)
     assert min(moved.values()) > 100 * TOLERANCE, moved
@@ -187,11 +188,10 @@ def test_a_broken_feature_moves_the_logits(save_transformers, relative, family):
 
 
 @pytest.mark.parametrize("fuse", [True, False])
-@pytest.mark.parametrize(
-    ("family", "options"), [("llama", {"attention_bias": True}), ("qwen2", {}), ("qwen3", {"attention_bias": True})]
-)
-def test_context_projection_is_the_projection_of_k_and_v(save_transformers, family, options, fuse):
-    saved = save_transformers(family, head_dim=16, **rope("default"), **options)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_context_projection_is_the_projection_of_k_and_v(save_transformers, family, fuse):
+    biases = {} if family == "qwen2" else {"attention_bias": True}
+    saved = save_transformers(family, head_dim=16, **rope("default"), **biases)
     attention = load_model(saved.folder, dtype="float32", fuse=fuse).layers[1].self_attn
     x = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(0))
     _, k, v = attention.project(x.view(10, 48))
@@ -202,7 +202,8 @@ def test_context_projection_is_the_projection_of_k_and_v(save_transformers, fami
 
 @pytest.mark.parametrize("nested", [True, False])
 def test_theta_is_read_in_both_spellings(tiny_config, nested):
-    rope_keys = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}} if nested else {"rope_theta": 1e6}
+    theta = {"rope_theta": 1e6}
+    rope_keys = {"rope_parameters": {"rope_type": "default"} | theta} if nested else theta
     plain = {key: value for key, value in tiny_config.items() if key != "rope_theta"}
     found = ModelConfig.from_dict(plain | rope_keys).rope.inverse_frequencies(128)
     assert float(found[32] * 1000) == pytest.approx(1.0, rel=1e-6)
@@ -232,9 +233,17 @@ def test_score_refuses_ids_outside_the_vocabulary(tiny_model, bad):
         tiny_model().score(torch.ones(1, 3))
 
 
+def test_logits_are_soft_capped_where_the_config_says_so(tiny_model):
+    tokens = torch.arange(12)[None]
+    plain = tiny_model().score(tokens)
+    capped = tiny_model(final_logit_softcapping=1.5).score(tokens)
+    assert plain.abs().max() > 2
+    torch.testing.assert_close(capped, 1.5 * torch.tanh(plain / 1.5))
+
+
 def test_int32_ids_and_batch_rows_are_independent(tiny_model):
     model = tiny_model(windows=(None, 3))
     tokens = torch.randint(0, 61, (3, 8), generator=torch.Generator().manual_seed(0))
     together = model.score(tokens.int())
-    for row in range(3):
-        torch.testing.assert_close(together[row : row + 1], model.score(tokens[row : row + 1]), rtol=1e-5, atol=1e-5)
+    for row, text in zip(together, tokens, strict=True):
+        torch.testing.assert_close(row, model.score(text[None])[0], rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""The target fixtures made with transformers: logits, taps of every layer, and greedy decoding through the cache."""
+"""The target fixtures made with transformers: logits, taps of every layer, greedy decoding by the cache."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,10 @@ TARGETS = ("targets/llama3_rope", "targets/qwen2_swa", "targets/qwen3", "dflash/
 pytestmark = pytest.mark.skipif(not FIXTURES.is_dir(), reason=f"the shared fixtures are not at {FIXTURES}")
 
 
-@pytest.fixture(scope="module", params=[(t, c) for t in TARGETS for c in ("config.json", "config.v5.json")], ids="-".join)
+CASES = [(t, c) for t in TARGETS for c in ("config.json", "config.v5.json")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def target(request, tmp_path_factory):
     """Model, cases and tolerance of one fixture in one spelling."""
     from safetensors.torch import load_file
@@ -61,7 +64,8 @@ def test_taps_are_the_residual_stream_after_each_layer(target):
         scale = max(1.0, float(expected.abs().max()))
         close(found, expected, tolerance * scale)
     close(output.hidden.view(2, 37, hidden), states[-1], tolerance * 2)
-    assert (states[-1] - cases["prefill.last_layer_output"]).abs().max() > 0.1, "the last entry is after the norm"
+    difference = (states[-1] - cases["prefill.last_layer_output"]).abs().max()
+    assert difference > 0.1, "the last entry of hidden_states should be after the norm"
     assert model(rows, None).taps is None
 
 

@@ -208,9 +208,7 @@ def test_tree_rounds(budget, rounds):
         parents, tokens = heap.paths_to_rows(paths, text[0])
         assert (parents, tokens[1:]) == (tree["parents"], tree["tokens"]), (prompt, r)
         assert heap.rows_to_paths(parents, tokens) == [(), *paths]
-        on_text = [
-            list(path) == text[1 : 1 + len(path)] for path in [(), *paths]
-        ]  # elsewhere: not known here
+        on_text = [list(path) == text[1 : 1 + len(path)] for path in [(), *paths]]  # elsewhere: not known here
         target = [text[1 + d] if on else -1 for d, on in zip([0, *tree["depths"]], on_text, strict=True)]
         rows = heap.walk_reference(parents, tokens, target)
         assert rows == tree["accepted_rows"] and len(rows) == length, (prompt, r)

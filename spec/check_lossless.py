@@ -1,0 +1,118 @@
+"""`flashtree check-lossless`: every drafter x tree against an oracle, prompt by prompt, token by token.
+
+The oracle is transformers' greedy `generate` on the same weights (another implementation), or this engine's own plain
+decoding. fp32 must be identical; other precisions may differ at near-ties that the width noise explains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+from .cli import add_config_arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `flashtree check-lossless`."""
+    add_config_arguments(parser)
+    parser.add_argument("--prompts", required=True, nargs="+", metavar="FILE", help="prompt files (.jsonl or text)")
+    parser.add_argument("--limit", type=int, default=10, metavar="N", help="prompts, taken evenly from the files")
+    parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N")
+    parser.add_argument("--drafts", default="ngram,self", help="drafters, by comma; or 'config' for the config's own")
+    parser.add_argument("--trees", default="chain,best_first,static", help="tree policies, by comma")
+    parser.add_argument("--oracle", choices=("transformers", "plain"), default="transformers")
+    parser.add_argument("--json", metavar="FILE", help="write every comparison to this file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare and print a table; exit code 1 if a difference is not explained."""
+    from .config import load_config, parse_override
+    from .engine import Engine
+    from .prompts import encode_all, pick_prompts
+    from .report import table
+
+    overrides = dict(parse_override(text) for text in arguments.overrides)
+    base = load_config(arguments.config, overrides)
+    prompts = pick_prompts(arguments.prompts, arguments.limit)
+    variants = _variants(base, arguments.drafts, arguments.trees)
+    oracle: list[list[int]] | None = None
+    rows = [["drafter x tree", "prompts", "identical", "near-ties", "WRONG", "acceptance", "s"]]
+    records, wrong = [], 0
+    for name, config in variants:
+        engine = Engine(config, progress=lambda line: print(line, file=sys.stderr))
+        texts = encode_all(prompts, engine.tokenizer, engine.target.config.vocab_size)
+        if oracle is None:
+            print(f"oracle: {arguments.oracle}, {len(texts)} prompts x {arguments.max_new_tokens}", file=sys.stderr)
+            oracle = _oracle(arguments.oracle, engine, texts, arguments.max_new_tokens)
+        began = time.perf_counter()
+        found = _check(engine, texts, oracle, arguments.max_new_tokens)
+        bad = [c for c in found if not c["explained"]]
+        if base.target.dtype == "float32":
+            bad = [c for c in found if not c["identical"]]
+        wrong += len(bad)
+        same = sum(c["identical"] for c in found)
+        lengths = sum(c["mean_acceptance_length"] for c in found) / len(found)
+        seconds = f"{time.perf_counter() - began:.0f}"
+        rows.append(
+            [
+                name,
+                str(len(found)),
+                str(same),
+                str(len(found) - same - len(bad)),
+                str(len(bad)),
+                f"{lengths:.2f}",
+                seconds,
+            ]
+        )
+        records += [{"variant": name, **c} for c in found]
+        print(table([rows[0], rows[-1]]), file=sys.stderr, flush=True)
+    print(f"\n{base.target.path}, {base.target.dtype}, oracle {arguments.oracle}, {arguments.max_new_tokens} tokens")
+    print(table(rows))
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as out:
+            json.dump(records, out, indent=1)
+    return 1 if wrong else 0
+
+
+def _variants(base: Any, drafts: str, trees: str) -> list[tuple[str, Any]]:
+    from .config import load_config
+
+    found = []
+    for draft in drafts.split(","):
+        for tree in trees.split(","):
+            changes = {"tree.name": tree}
+            if draft != "config":
+                changes["draft.name"] = draft
+            config = load_config(base, changes)
+            found.append((f"{config.draft.name} x {tree}", config))
+    return found
+
+
+def _oracle(kind: str, engine: Any, texts: list[list[int]], most: int) -> list[list[int]]:
+    if kind == "plain":
+        return [c.token_ids for c in engine.generate_plain(texts, max_new_tokens=most)]
+    from .peers import transformers_greedy, transformers_model
+
+    peer = transformers_model(engine)
+    return [transformers_greedy(peer, ids, most) for ids in texts]
+
+
+def _check(engine: Any, texts: list[list[int]], oracle: list[list[int]], most: int) -> list[dict[str, Any]]:
+    from .compare import compare
+
+    found = []
+    for index, done in engine.completions(texts, max_new_tokens=most, progress=True):
+        outcome = compare(engine.target, texts[index], done.token_ids, oracle[index], engine.nodes)
+        found.append(
+            {
+                "prompt": index,
+                "identical": outcome.identical,
+                "explained": outcome.explained,
+                "detail": str(outcome),
+                "mean_acceptance_length": done.stats.mean_acceptance_length,
+            }
+        )
+    return found

@@ -1,0 +1,97 @@
+"""Are two outputs of greedy decoding the same, and if not, is it a bug or rounding?
+
+fp32: they must be identical. Lower precisions: rows computed at another width round differently, so at the first
+difference the two tokens must be so close in both runs that the measured width noise explains the swap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from modelkit.model import Transformer
+from modelkit.rows import chain
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Outcome.
+
+    Attributes:
+        identical: token for token.
+        first_difference: index of the first token that differs, None if identical.
+        gap: larger of the two tokens' logit gaps at that place in the two widths.
+        noise: largest logit difference between the two widths on this text up to there.
+    """
+
+    identical: bool
+    first_difference: int | None = None
+    gap: float = 0.0
+    noise: float = 0.0
+
+    @property
+    def explained(self) -> bool:
+        """Identical, or a near-tie that the noise of the width explains (gap <= 2 * noise)."""
+        return self.identical or self.gap <= 2 * self.noise
+
+    def __str__(self) -> str:
+        if self.identical:
+            return "yes"
+        verdict = "a near-tie, explained by" if self.explained else "NOT explained by"
+        return (
+            f"no, from token {self.first_difference} on: logit gap {self.gap:.4g}, {verdict} the difference of up to "
+            f"{self.noise:.4g} between the widths"
+        )
+
+
+def compare(
+    model: Transformer, prompt_ids: Sequence[int], a: Sequence[int], b: Sequence[int], width: int
+) -> Comparison:
+    """Compare two greedy outputs of one prompt.
+
+    Args:
+        model: the target.
+        prompt_ids: the prompt.
+        a: tokens emitted by one run.
+        b: tokens emitted by the other.
+        width: rows of the wider of the two runs; the other had 1.
+    """
+    if list(a) == list(b):
+        return Comparison(identical=True)
+    first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    if first == min(len(a), len(b)):  # one is a prefix of the other: a stop or a limit acted differently
+        return Comparison(identical=False, first_difference=first, gap=float("inf"))
+    text = list(prompt_ids) + list(a[:first])
+    narrow = teacher_forced(model, text, len(prompt_ids), 1)
+    wide = teacher_forced(model, text, len(prompt_ids), width)
+    gap = max(float((logits[-1, a[first]] - logits[-1, b[first]]).abs()) for logits in (narrow, wide))
+    return Comparison(
+        identical=False, first_difference=first, gap=gap, noise=float((narrow - wide).abs().max())
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def teacher_forced(model: Transformer, text: Sequence[int], prompt: int, width: int) -> Tensor:
+    """Logits after each token from the prompt's last on, computed `width` rows at a time, fp32 [T, V].
+
+    Args:
+        model: the target.
+        text: prompt and continuation.
+        prompt: how many of them are the prompt; it is run in one chunk.
+        width: rows a forward.
+    """
+    cache = model.new_cache(slots=1, capacity=len(text) + width, scratch=max(prompt, width))
+    ids = torch.tensor(text, device=model.device)
+    found, start, size = [], 0, prompt
+    while start < len(text):
+        chunk = ids[start : start + size]
+        at = torch.full((1,), start, dtype=torch.int64, device=model.device)
+        rows = chain(token=chunk[None], start=at, count=torch.full_like(at, len(chunk)), rows=len(chunk), bound=start)
+        hidden = model(rows, cache).hidden
+        found.append(model.head(hidden if start else hidden[-1:]).float())
+        cache.commit(rows.rectangle(), torch.full_like(at, len(chunk)))
+        start, size = start + len(chunk), width
+    return torch.cat(found)

@@ -1,0 +1,108 @@
+"""Prompts from the command line, a text file, standard input or JSONL; all read and checked before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .text import Prompt, encode
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NamedPrompt:
+    """A prompt and the id it carries in outputs."""
+
+    id: str
+    prompt: Prompt
+
+
+def read_prompts(texts: list[str], file: str | None, limit: int | None = None) -> list[NamedPrompt]:
+    """Collect prompts.
+
+    Args:
+        texts: given on the command line; they come first.
+        file: "-" is standard input; a name that ends in .jsonl holds an object a line with "prompt" (text), "messages"
+            or "token_ids", and maybe "id"; any other file is one prompt.
+        limit: take only so many.
+
+    Raises:
+        ValueError: nothing given, a file that cannot be read, or a bad line (its number is named).
+    """
+    found = [NamedPrompt(id=str(n), prompt=text) for n, text in enumerate(texts)]
+    if file == "-":
+        found += _parse(sys.stdin.read(), "standard input", jsonl=None)
+    elif file is not None:
+        path = Path(file).expanduser()
+        if not path.is_file():
+            raise ValueError(f"prompt file {path} does not exist")
+        try:
+            content = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"prompt file {path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        found += _parse(content, str(path), jsonl=path.suffix in (".jsonl", ".ndjson"))
+    if not found:
+        raise ValueError("no prompt: give --prompt TEXT, --prompt-file FILE, or pipe text in")
+    return found[:limit]
+
+
+def _parse(content: str, where: str, jsonl: bool | None) -> list[NamedPrompt]:
+    if jsonl is None:  # standard input: JSONL if its first line is an object
+        jsonl = content.lstrip().startswith("{") and _is_object(content.lstrip().split("\n", 1)[0])
+    if not jsonl:
+        if not content.strip():
+            raise ValueError(f"{where} is empty")
+        return [NamedPrompt(id=where, prompt=content.rstrip("\n"))]
+    prompts = []
+    for number, line in enumerate(content.splitlines(), 1):
+        if line.strip():
+            prompts.append(_parse_line(line, number, f"{where}, line {number}"))
+    return prompts
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _parse_line(line: str, number: int, where: str) -> NamedPrompt:
+    try:
+        record: Any = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: not a JSON object")
+    keys = [key for key in ("prompt", "messages", "token_ids") if key in record]
+    if len(keys) != 1:
+        raise ValueError(f"{where}: needs exactly one of 'prompt', 'messages', 'token_ids', has {keys or list(record)}")
+    prompt = record[keys[0]]
+    if keys[0] == "prompt" and not isinstance(prompt, str):
+        raise ValueError(f"{where}: 'prompt' must be text")
+    return NamedPrompt(id=str(record.get("id", number - 1)), prompt=prompt)
+
+
+def as_chat(prompts: list[NamedPrompt]) -> list[NamedPrompt]:
+    """Texts as one user turn each; token ids and messages stay as they are."""
+    return [
+        dataclasses.replace(p, prompt=[{"role": "user", "content": p.prompt}]) if isinstance(p.prompt, str) else p
+        for p in prompts
+    ]
+
+
+def pick_prompts(files: Sequence[str], limit: int) -> list[NamedPrompt]:
+    """Prompts of several files in turn, `limit` in all, texts as one user turn each."""
+    if limit < 1:
+        raise ValueError(f"--limit {limit}: must be at least 1")
+    each = [as_chat(read_prompts([], file)) for file in files]
+    mixed = [group[i] for i in range(max(map(len, each))) for group in each if i < len(group)]
+    return mixed[:limit]
+
+
+def encode_all(prompts: Sequence[NamedPrompt], tokenizer: Any, vocab_size: int) -> list[list[int]]:
+    """Token ids of each prompt."""
+    return [encode(p.prompt, tokenizer, vocab_size) for p in prompts]

@@ -1,0 +1,40 @@
+"""Plain-text tables of results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .stats import Stats
+
+
+def table(rows: Sequence[Sequence[str]], right: bool = True) -> str:
+    """Rows as aligned columns; the first row is the head."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [c.rjust(w) if right else c.ljust(w) for c, w in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * w for w in widths))
+    return "\n".join(lines)
+
+
+def summary(speculative: Stats, plain: Stats | None) -> str:
+    """Speculative beside plain decoding of the same prompts."""
+    columns = [("speculative", speculative)] + ([("plain", plain)] if plain is not None else [])
+    steps = [s.num_spec_steps or s.completion_tokens - 1 for _, s in columns]
+    rows = [
+        ["", *(name for name, _ in columns)],
+        ["tokens", *(str(s.completion_tokens) for _, s in columns)],
+        ["rounds", *(str(n) for n in steps)],
+        ["mean acceptance length", *(f"{s.mean_acceptance_length:.2f}" for _, s in columns)],
+        ["prefill, s", *(f"{s.prefill_seconds:.2f}" for _, s in columns)],
+        ["tokens/s", *(f"{s.tokens_per_second:.1f}" for _, s in columns)],
+    ]
+    text = table(rows)
+    rates = speculative.acceptance_rate_per_position
+    if rates:
+        text += "\nacceptance per depth: " + " ".join(f"{rate:.2f}" for rate in rates)
+    if plain is not None and plain.tokens_per_second and speculative.tokens_per_second:
+        text += f"\nspeed-up over plain decoding: {speculative.tokens_per_second / plain.tokens_per_second:.2f} x"
+    return text

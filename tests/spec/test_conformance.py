@@ -1,0 +1,316 @@
+"""Every registered drafter x every registered tree: the tokens of stepwise argmax by full forwards, and honest counts.
+
+A new entry of a registry is tested here without another line, unless it cannot be built by its defaults.
+"""
+
+import functools
+import itertools
+import json
+
+import pytest
+import torch
+
+from modelkit import load_model
+from sampling import SAMPLERS
+from spec import Engine
+from spec.draft import DRAFTERS
+from spec.tree import TREES
+
+# Settings under test by registered name; an entry that is not here runs by its defaults. More than one is possible.
+DRAFT_SETTINGS = {
+    "dflash": {"": {}},  # its path is added
+    "self": {"": {}, ":wrong": {"wrong_every": 2, "block_size": 6}},
+}
+TREE_SETTINGS: dict[str, dict] = {}
+SAMPLING_SETTINGS: dict[str, dict] = {}
+WITHOUT_SIBLINGS = {"chain"}
+
+DRAFTS = [name + label for name in DRAFTERS.names() for label in DRAFT_SETTINGS.get(name, {"": {}})]
+TARGETS = ("llama", "qwen3", "qwen2_windowed")
+CASES = list(itertools.product(DRAFTS, TREES.names(), TARGETS))
+CASES += [("dflash", tree, "fitted") for tree in TREES.names()]  # a trained drafter, where the shared fixtures are
+SMALL = {"slots": 3, "page_size": 8, "prefill_chunk": 7, "max_model_len": 128}
+
+pytestmark = pytest.mark.filterwarnings("ignore:not one token of drafter")
+
+
+def prompt(length, seed=0):
+    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
+
+
+SHORT, MIDDLE, LONG = prompt(4), prompt(23), prompt(90)
+
+
+class Lab:
+    """Engines by name, and the oracle: argmax of full forwards, a token at a time."""
+
+    def __init__(self, request):
+        self._folder = request.getfixturevalue
+        self._known = {}
+
+    def target_path(self, target):
+        if target == "fitted":
+            return self._folder("fixtures_dir") / "dflash" / "target"
+        return self._folder("tiny_targets")[target]
+
+    @functools.cache  # noqa: B019 (one Lab a session)
+    def model(self, target):
+        return load_model(self.target_path(target), dtype="float32")
+
+    def greedy(self, target, ids, count):
+        text = self._known.setdefault((target, *ids), [])
+        while len(text) < count:
+            best = self.model(target).score(torch.tensor([[*ids, *text]]))[0, -1].topk(2)
+            assert best.values[0] - best.values[1] > 1e-4, "too close to a tie for a test; choose another prompt"
+            text.append(int(best.indices[0]))
+        return text[:count]
+
+    def build(self, draft, tree, target, sampling="greedy", **engine):
+        name = draft.partition(":")[0]
+        settings = dict(DRAFT_SETTINGS.get(name, {"": {}})[draft.removeprefix(name)])
+        if name == "dflash":
+            fitted = target == "fitted"
+            drafters = self._folder("fixtures_dir" if fitted else "tiny_drafters")
+            settings["path"] = str(drafters / "dflash" / "drafter_fitted_taps012" if fitted else drafters[target])
+        tables = {
+            "target": {"path": str(self.target_path(target)), "dtype": "float32"},
+            "draft": {"name": name, **settings},
+            "tree": {"name": tree, **TREE_SETTINGS.get(tree, {})},
+            "sampling": {"name": sampling, **SAMPLING_SETTINGS.get(sampling, {})},
+            "engine": SMALL | engine,
+        }
+        try:
+            return Engine.from_config(tables)
+        except (ValueError, TypeError) as error:
+            pytest.fail(f"{draft} x {tree} x {sampling} cannot be built ({error}): add test settings to {__file__}")
+
+    shared = functools.cache(build)
+
+
+@pytest.fixture(scope="module")
+def lab(request):
+    return Lab(request)
+
+
+class Case:
+    """One drafter, tree and target."""
+
+    def __init__(self, lab, *names):
+        self.lab, self.names, self.draft, self.tree, self.target = lab, names, *names
+        self.engine = lab.shared(*names)
+
+    def fresh(self, **engine):
+        return self.lab.build(*self.names, **engine)
+
+    def greedy(self, ids, count):
+        return self.lab.greedy(self.target, ids, count)
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def case(request, lab):
+    return Case(lab, *request.param)
+
+
+def check(out, ids, expected, reason, engine):
+    """Tokens, finish reason, and every count of the statistics against each other."""
+    assert out.token_ids == expected
+    assert out.finish_reason == reason
+    stats, steps, depth = out.stats, out.stats.per_step_accepted, engine.drafter.depth
+    assert (stats.prompt_tokens, stats.completion_tokens) == (len(ids), len(expected))
+    assert 1 + sum(accepted + 1 for accepted in steps) == len(expected)
+    assert (stats.num_spec_steps, stats.num_accepted_draft_tokens) == (len(steps), sum(steps))
+    assert stats.mean_acceptance_length == pytest.approx(1 + sum(steps) / max(len(steps), 1))
+    rates = stats.acceptance_rate_per_position
+    assert len(rates) == depth and all(1 >= high >= low >= 0 for high, low in itertools.pairwise([1, *rates]))
+    assert sum(rates) * len(steps) == pytest.approx(sum(steps))
+    assert stats.draft_tokens_per_step == engine.verify_tokens - 1
+    histogram = stats.acceptance_histogram
+    assert len(histogram) == depth + 1 and sum(histogram) == len(steps)
+    json.dumps(stats.to_dict())
+
+
+def cut(text, stops):
+    """Text up to the first stop id, inclusive, and the reason it ends for."""
+    end = next((i for i, token in enumerate(text) if token in stops), None)
+    return (text, "length") if end is None else (text[: end + 1], "stop")
+
+
+def test_tokens_are_the_targets_own(case):
+    prompts = [SHORT, prompt(1), MIDDLE, prompt(40), prompt(8)]
+    for ids, out in zip(prompts, case.engine.generate(prompts, max_new_tokens=26), strict=True):
+        check(out, ids, case.greedy(ids, 26), "length", case.engine)
+    for ids, out in zip(prompts, case.engine.generate_plain(prompts, max_new_tokens=26), strict=True):
+        assert (out.token_ids, out.finish_reason) == (case.greedy(ids, 26), "length")
+        assert out.stats.num_spec_steps == 0 and out.stats.mean_acceptance_length == 1
+
+
+def test_every_round_accepts_all_that_its_tree_holds(case, monkeypatch):
+    """Walking the oracle's text through the recorded trees gives each round's accepted length; the trees branch."""
+    trees, build, ids = [], case.engine.tree.build, LONG
+    monkeypatch.setattr(case.engine.tree, "build", lambda *args: trees.append(build(*args)) or trees[-1])
+    (out,) = case.engine.generate([ids], max_new_tokens=30)
+    text, place, siblings = case.greedy(ids, 30 + 1 + case.engine.drafter.depth), 0, 0
+    check(out, ids, text[:30], "length", case.engine)
+    assert len(trees) == out.stats.num_spec_steps
+    for tree, accepted in zip(trees, out.stats.per_step_accepted, strict=True):
+        token, parent, valid = (x[0].tolist() for x in (tree.token, tree.parent, tree.valid))
+        assert (token[0], parent[0], valid[0]) == (text[place], -1, True)
+        edges = [(p, t) for p, t, real in zip(parent[1:], token[1:], valid[1:], strict=True) if real]
+        assert len(set(edges)) == len(edges), "siblings with the same token"
+        siblings += len(edges) > len({p for p, _ in edges})
+        node, depth = 0, 0
+        while (node, text[place + depth + 1]) in edges:
+            node = next(n for n in range(1, len(token)) if valid[n] and (parent[n], token[n]) == (node, text[place + depth + 1]))
+            depth += 1
+        assert accepted == min(depth, 30 - 1 - place - 1), (place, depth)
+        place += accepted + 1
+    assert (siblings > 0) == (case.tree not in WITHOUT_SIBLINGS)
+    again = case.engine.generate([ids], max_new_tokens=30)[0]
+    assert again.stats.per_step_accepted == out.stats.per_step_accepted
+    # Neither pages nor chunks of the prompt change what is drafted.
+    whole = case.fresh(page_size=None, prefill_chunk=256, slots=1).generate([ids], max_new_tokens=30)[0]
+    assert (whole.token_ids, whole.stats.per_step_accepted) == (out.token_ids, out.stats.per_step_accepted)
+
+
+@pytest.mark.parametrize("index", [0, 2, 5, 8])
+def test_stop_ids_inside_a_block(case, index):
+    text, most = case.greedy(SHORT, 14), 14
+    stops = [text[index], next(i for i in range(97) if i not in text)]
+    expected, reason = cut(text, stops)
+    if index == 5:
+        most = len(expected)  # limit and stop id at the same token
+    check(case.engine.generate([SHORT], max_new_tokens=most, stop_token_ids=stops)[0], SHORT, expected, reason, case.engine)
+    pieces = list(case.engine.stream(SHORT, max_new_tokens=most, stop_token_ids=stops))
+    assert [token for piece in pieces for token in piece.token_ids] == expected
+    assert [piece.completion is None for piece in pieces] == [True] * (len(pieces) - 1) + [False]
+    check(pieces[-1].completion, SHORT, expected, "stop", case.engine)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_max_new_tokens_is_exact(case, count):
+    prompts = [MIDDLE, SHORT]
+    for ids, out in zip(prompts, case.engine.generate(prompts, max_new_tokens=count), strict=True):
+        check(out, ids, case.greedy(ids, count), "length", case.engine)
+
+
+@pytest.mark.parametrize("page_size", [None, 8])
+def test_context_fills_to_its_limit(case, page_size):
+    engine = case.fresh(max_model_len=32, page_size=page_size, slots=2)
+    prompts = [prompt(28), prompt(31), prompt(20), prompt(30), prompt(28)]
+    for ids, out in zip(prompts, engine.generate(prompts, max_new_tokens=100), strict=True):
+        check(out, ids, case.greedy(ids, 32 - len(ids)), "length", engine)
+    assert [len(o.token_ids) for o in engine.generate_plain(prompts, max_new_tokens=100)] == [4, 1, 12, 2, 4]
+    with pytest.raises(ValueError, match=r"prompt has 32 tokens; .*32 \(max_model_len\)"):
+        engine.generate([prompt(32)])
+
+
+@pytest.mark.parametrize("order", [[SHORT, LONG, SHORT], [LONG, SHORT, LONG]], ids=["short-long", "long-short"])
+def test_an_engine_remembers_nothing(case, order):
+    engine = case.fresh(slots=1)
+    for ids in order:
+        (out,) = engine.generate([ids], max_new_tokens=10)
+        check(out, ids, case.greedy(ids, 10), "length", engine)
+        fresh = case.fresh(slots=1).generate([ids], max_new_tokens=10)[0]
+        assert out.stats.per_step_accepted == fresh.stats.per_step_accepted
+
+
+def test_more_prompts_than_slots(case):
+    """Ragged prompts that end at different times; each comes out as it does alone, its acceptance too."""
+    prompts = [LONG, *(prompt(n, seed=5) for n in (2, 35, 3, 17, 9, 1))]
+    texts = [case.greedy(ids, 16) for ids in prompts]
+
+    def spread(stop):
+        return len({len(cut(text, [stop])[0]) for text in texts})
+
+    stop = max(range(97), key=spread)
+    assert spread(stop) >= 3
+    outs = case.engine.generate(prompts, max_new_tokens=16, stop_token_ids=[stop])
+    for ids, text, out in zip(prompts, texts, outs, strict=True):
+        check(out, ids, *cut(text, [stop]), case.engine)
+        alone = case.engine.generate([ids], max_new_tokens=16, stop_token_ids=[stop])[0]
+        assert alone.stats.per_step_accepted == out.stats.per_step_accepted
+
+
+class Bytes:
+    """A tokenizer whose tokens are letters and pieces of characters of two and four bytes."""
+
+    def __init__(self):
+        parts = [*(bytes([c]) for c in range(33, 127)), b"\xc3", b"\xa9", b"\xf0\x9f"]
+        self.parts = parts[:97]
+
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        return b"".join(self.parts[i] for i in ids).decode("utf-8", errors="replace")
+
+
+def test_streamed_text(case, monkeypatch):
+    monkeypatch.setattr(case.engine, "tokenizer", Bytes())
+    expected = case.greedy(MIDDLE, 20)
+    text = Bytes().decode(expected, skip_special_tokens=True)
+    for stop, shown in ((None, text), (text[6:9], text[: text.index(text[6:9])])):
+        pieces = list(case.engine.stream(MIDDLE, max_new_tokens=20, stop=stop))
+        done = pieces[-1].completion
+        assert "".join(piece.text for piece in pieces) == shown == done.text
+        assert done.token_ids == expected[: len(done.token_ids)] == [t for piece in pieces for t in piece.token_ids]
+        assert done.finish_reason == ("length" if stop is None else "stop")
+        assert done.stats.completion_tokens == len(done.token_ids)
+        assert Bytes().decode(done.token_ids, skip_special_tokens=True).startswith(shown + (stop or ""))
+    stream = case.engine.stream(MIDDLE, max_new_tokens=20)
+    next(stream), next(stream)
+    with pytest.raises(ValueError, match="busy"):
+        case.engine.generate([SHORT])
+    stream.close()
+    (out,) = case.engine.generate([SHORT], max_new_tokens=5)
+    assert out.token_ids == case.greedy(SHORT, 5)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_target_as_its_drafter_accepts_whole_blocks(lab, target):
+    """Three whole blocks after the prefill's token: a mean acceptance length of the block size."""
+    engine = lab.build("self", "chain", target)
+    (out,) = engine.generate([MIDDLE], max_new_tokens=1 + 3 * 8)
+    assert out.stats.per_step_accepted == [7, 7, 7] and out.stats.mean_acceptance_length == 8
+    assert out.stats.draft_acceptance_rate == 1 and out.stats.acceptance_rate_per_position == [1.0] * 7
+
+
+@pytest.mark.parametrize("tree", TREES.names())
+def test_a_trained_drafter_is_accepted(lab, tree):
+    (out,) = lab.build("dflash", tree, "fitted").generate([MIDDLE], max_new_tokens=40)
+    assert out.stats.mean_acceptance_length > 1.5
+
+
+@pytest.mark.parametrize("sampling", SAMPLERS.names())
+@pytest.mark.parametrize("tree", TREES.names())
+def test_samplers_at_temperature_zero(lab, sampling, tree):
+    if not SAMPLERS.get(sampling).lossless:
+        pytest.skip(f"{sampling} says that it is lossy")
+    prompts = [SHORT, MIDDLE, LONG]
+    for draft in DRAFTS:
+        engine = lab.build(draft, tree, "qwen3", sampling)
+        for ids, out in zip(prompts, engine.generate(prompts, max_new_tokens=12, temperature=0.0), strict=True):
+            check(out, ids, lab.greedy("qwen3", ids, 12), "length", engine)
+
+
+def test_end_tokens_of_the_checkpoint(lab, tiny_targets, tmp_path):
+    """Both ids of generation_config.json end an answer, unless they are to be ignored."""
+    text = lab.greedy("llama", SHORT, 12)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(tiny_targets["llama"] / name)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [text[9], text[3]]}))
+    engine = Engine.from_config({"target": {"path": str(tmp_path), "dtype": "float32"}, "draft": {"name": "self"}})
+    assert engine.generate([SHORT], max_new_tokens=12)[0].token_ids == cut(text, [text[9], text[3]])[0]
+    assert engine.generate([SHORT], max_new_tokens=12, ignore_eos=True)[0].token_ids == text
+
+
+def test_a_drafter_of_which_nothing_is_accepted_is_reported(lab):
+    engine = lab.build("self", "chain", "llama")
+    propose = engine.drafter.propose
+
+    def wrong(state, bound):
+        proposal = propose(state, bound)
+        return type(proposal)(ids=(proposal.ids + 1) % 97, score=proposal.score)
+
+    engine.drafter.propose = wrong
+    with pytest.warns(UserWarning, match="not one token of drafter 'self'"):
+        (out,) = engine.generate([SHORT], max_new_tokens=22)
+    assert out.token_ids == lab.greedy("llama", SHORT, 22) and out.stats.mean_acceptance_length == 1
