@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .cache import KVCache, LayerView
@@ -20,12 +21,15 @@ class DensePlan:
     """What all layers of one kind (one window, one set of ancestor bits) share in a forward.
 
     Attributes:
-        hidden: bool [S, 1, 1, N, T + N], True where a key must not be seen (T = context bound, 0 without a cache).
+        mask: [S, 1, G * N, T + N], 0 or -inf, added to the scores (T = context bound, 0 without a cache; the query
+            heads of a group are rows beside each other, so K and V are never repeated).
+        group: G, query heads a KV head.
         rectangle: int64 [S, N] row indices, or None when rows are uniform.
         flat: int64 [R] position of each row in [S * N], or None when rows are uniform.
     """
 
-    hidden: Tensor
+    mask: Tensor
+    group: int
     slots: int
     width: int
     bound: int
@@ -34,14 +38,23 @@ class DensePlan:
 
     @classmethod
     def prepare(
-        cls, rows: Rows, cache: KVCache | None, window: int | None, ancestors: Tensor | None = None
+        cls,
+        rows: Rows,
+        cache: KVCache | None,
+        window: int | None,
+        *,
+        group: int,
+        dtype: torch.dtype,
+        ancestors: Tensor | None = None,
     ) -> DensePlan:
-        """Build the masks.
+        """Build the mask.
 
         Args:
             rows: the forward's rows.
             cache: the context, or None for none.
             window: keys at a distance of `window` positions or more are hidden; None sees all.
+            group: query heads a KV head.
+            dtype: of the queries.
             ancestors: int32 [R, W] in place of `rows.ancestors` (a drafter's layers differ in causality).
         """
         slots, width = rows.slots, rows.width
@@ -64,8 +77,10 @@ class DensePlan:
             if window is not None:
                 context = context & (position[:, :, None] - key < window)
             seen = torch.cat([context, seen], -1)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, float("-inf"))
+        mask = mask[:, None, None].expand(-1, -1, group, -1, -1).reshape(slots, 1, group * width, -1)
         return cls(
-            hidden=~seen[:, None, None], slots=slots, width=width, bound=bound, rectangle=rectangle, flat=flat
+            mask=mask, group=group, slots=slots, width=width, bound=bound, rectangle=rectangle, flat=flat
         )  # fmt: skip
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerView | None, scale: float) -> Tensor:
@@ -82,23 +97,16 @@ class DensePlan:
             [R, Hq, D].
         """
         kv_heads, dim = k.shape[1:]
-        group = q.shape[1] // kv_heads
         if self.rectangle is not None:
             q, k, v = q[self.rectangle], k[self.rectangle], v[self.rectangle]
-        query = q.reshape(self.slots, self.width, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
-        query = query.reshape(self.slots, kv_heads, group * self.width, dim)
+        query = q.reshape(self.slots, self.width, kv_heads, self.group, dim).permute(0, 2, 3, 1, 4)
+        query = query.reshape(self.slots, kv_heads, self.group * self.width, dim)
         keys = k.reshape(self.slots, self.width, kv_heads, dim).transpose(1, 2)
         values = v.reshape(self.slots, self.width, kv_heads, dim).transpose(1, 2)
-        scores = query @ keys.transpose(-1, -2)
         if layer is not None and self.bound:
             context_k, context_v = layer.context(self.bound)
-            scores = torch.cat([query @ context_k.transpose(-1, -2), scores], -1)
-        scores = scores.view(self.slots, kv_heads, group, self.width, -1).float() * scale
-        weights = scores.masked_fill(self.hidden, float("-inf")).softmax(-1).to(q.dtype)
-        weights = weights.view(self.slots, kv_heads, group * self.width, -1)
-        out = weights[..., self.bound :] @ values
-        if layer is not None and self.bound:
-            out = out + weights[..., : self.bound] @ context_v
-        out = out.view(self.slots, kv_heads, group, self.width, dim).permute(0, 3, 1, 2, 4)
-        out = out.reshape(self.slots * self.width, kv_heads * group, dim)
+            keys, values = torch.cat([context_k, keys], 2), torch.cat([context_v, values], 2)
+        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=self.mask, scale=scale)
+        out = out.view(self.slots, kv_heads, self.group, self.width, dim).permute(0, 3, 1, 2, 4)
+        out = out.reshape(self.slots * self.width, kv_heads * self.group, dim)
         return out if self.flat is None else out[self.flat]

@@ -149,7 +149,11 @@ class KVCache(nn.Module):
             assert isinstance(layer, LayerCache)
             layer.k[page, :, offset] = layer.scratch_k[row]
             layer.v[page, :, offset] = layer.scratch_v[row]
-        self.length[:-1] += count
+        self.advance(count)
+
+    def advance(self, count: Tensor) -> None:
+        """Lengthen each slot by what was written to its `destination`, int64 [S]."""
+        self.length[:-1] = (self.length[:-1] + count).clamp(max=self.capacity)
 
     def append(self, layer: int, k: Tensor, v: Tensor, page: Tensor, offset: Tensor) -> None:
         """Write rows [S, P, Hkv, D] straight to a `destination` (no scratch); the caller advances `length`."""
@@ -159,5 +163,10 @@ class KVCache(nn.Module):
         stored.v[page, :, offset] = v
 
     def reset(self, slot: int) -> None:
-        """Forget one slot's content."""
+        """Forget one slot's content; its pages are zeroed, so that not even a NaN outlives a request."""
         self.length[slot] = 0
+        pages = self.table[slot]
+        for layer in self.layers:
+            assert isinstance(layer, LayerCache)
+            layer.k[pages] = 0
+            layer.v[pages] = 0

@@ -104,8 +104,8 @@ class ModelConfig:
             intermediate_size=need.integer("intermediate_size"),
             num_hidden_layers=layers,
             num_attention_heads=heads,
-            num_key_value_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
+            num_key_value_heads=need.integer("num_key_value_heads", heads),
+            head_dim=need.integer("head_dim", hidden // heads),
             rms_norm_eps=float(need.value("rms_norm_eps")),
             rope=RopeConfig.from_dict(config, where),
             max_position_embeddings=need.integer("max_position_embeddings"),
@@ -134,25 +134,27 @@ class ModelConfig:
 
 def layer_windows(config: Mapping[str, Any], layers: int, rule: str, where: str) -> tuple[int | None, ...]:
     """Window of each layer by the family's rule: `none`, `all_layers` (Mistral) or `layer_types` (Qwen)."""
-    window = config.get("sliding_window")
-    if rule == "layer_types" and not config.get("use_sliding_window", False):
-        window = None
+    listed = config.get("layer_types") if rule == "layer_types" else None
+    if unknown := set(listed or ()) - {"sliding_attention", "full_attention"}:
+        raise ValueError(f"{where}: unknown layer_types {', '.join(sorted(unknown))}")
+    switched_on = rule == "all_layers" or (rule == "layer_types" and bool(config.get("use_sliding_window", False)))
+    if switched_on and "sliding_window" not in config:
+        raise ValueError(f"{where}: the key 'sliding_window' is missing (null means none); it would change results")
+    window = config.get("sliding_window") if switched_on else None
     if rule == "none" or window is None:
-        if rule == "layer_types" and "sliding_attention" in (config.get("layer_types") or ()):
+        if "sliding_attention" in (listed or ()):
             raise ValueError(f"{where}: layer_types has sliding layers but sliding_window is not set or switched off")
         return (None,) * layers
     if not isinstance(window, int) or window < 1:
         raise ValueError(f"{where}: sliding_window {window!r} is not a positive integer")
     if rule == "all_layers":
         return (window,) * layers
-    kinds = config.get("layer_types")
+    kinds = listed
     if kinds is None:
         first = config.get("max_window_layers")
         if first is None:
             raise ValueError(f"{where}: use_sliding_window is set but neither layer_types nor max_window_layers is")
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
-        raise ValueError(f"{where}: unknown layer_types {', '.join(sorted(unknown))}")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -165,8 +167,8 @@ class _Reader:
             raise ValueError(f"{self.where}: the key '{key}' is missing")
         return self.config[key]
 
-    def integer(self, key: str) -> int:
-        value = self.value(key)
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = default if default is not None and self.config.get(key) is None else self.value(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{self.where}: {key} = {value!r} is not a positive integer")
         return value

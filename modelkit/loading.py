@@ -41,16 +41,19 @@ def checkpoint_files(folder: Path) -> list[Path]:
         ValueError: there are none, or the index names files that are missing.
     """
     index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():  # as transformers does where both are there
+        return [folder / "model.safetensors"]
     if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        places = read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+            raise ValueError(f"{index} has no usable weight_map (tensor names to file names)")
+        names = sorted(set(places.values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ValueError(f"{index} names {len(missing)} missing file(s): {', '.join(missing[:3])}")
         if not names:
-            raise ValueError(f"{index} has no weight_map")
+            raise ValueError(f"{index} has an empty weight_map")
         return [folder / name for name in names]
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
     other = sorted(p.name for p in folder.glob("*.bin")) if folder.is_dir() else []
     hint = f" (found {other[0]}: only safetensors is read)" if other else ""
     raise ValueError(f"{folder} has neither model.safetensors nor model.safetensors.index.json{hint}")
@@ -112,6 +115,8 @@ def load_weights(
             extra[name] = tensor
         elif name not in wanted:
             unknown.append(stored_name)
+        elif not tensor.is_floating_point():
+            raise ValueError(f"{folder}: {stored_name} holds {tensor.dtype}; only floating-point weights are read")
         elif wanted[name].shape != tensor.shape:
             raise ValueError(
                 f"{folder}: {stored_name} has shape {list(tensor.shape)}, the config asks for "

@@ -89,7 +89,11 @@ class Transformer(nn.Module):
         assert self.inverse_frequencies is not None, "prepare() was not called"
         rope = self.config.rope
         angles = rotary_angles(self.inverse_frequencies, rope.attention_factor, rows.position, self.dtype)
-        plans = {w: DensePlan.prepare(rows, cache, w) for w in dict.fromkeys(self.config.windows)}
+        group = self.config.num_attention_heads // self.config.num_key_value_heads
+        plans = {
+            window: DensePlan.prepare(rows, cache, window, group=group, dtype=self.dtype)
+            for window in dict.fromkeys(self.config.windows)
+        }
         x = self.embed_tokens(rows.token)
         tapped: dict[int, Tensor] = {}
         for index, (block, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
@@ -120,7 +124,9 @@ class Transformer(nn.Module):
             raise ValueError(
                 f"token_ids must be an integer tensor [B, T], got {token_ids.dtype} {list(token_ids.shape)}"
             )
-        if token_ids.numel() and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.config.vocab_size:
+        if not token_ids.numel():
+            raise ValueError(f"token_ids is empty: {list(token_ids.shape)}")
+        if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.config.vocab_size:
             raise ValueError(f"token ids must be in 0..{self.config.vocab_size - 1}")
         batch, length = token_ids.shape
         start = torch.zeros(batch, dtype=torch.int64, device=self.device)

@@ -25,24 +25,52 @@ def _unknown(what: str, given: str, known: Iterable[str]) -> ValueError:
     return ValueError(f"unknown {what} '{given}'; known: {', '.join(names) or 'none'}{hint}")
 
 
-def _accepts(annotation: Any, value: Any) -> bool:
-    """Whether a value read from TOML or JSON fits a dataclass field's annotation."""
+def _read(annotation: Any, value: Any) -> Any:
+    """A value read from TOML or JSON as a dataclass field's annotation wants it; TypeError if it does not fit.
+
+    Lists become tuples where the annotation says tuple, whole numbers become floats where it says float.
+    """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
-        return any(_accepts(arg, value) for arg in args)
-    if origin is typing.Literal:
-        return value in args
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            return False
-        return all(_accepts(args[0], item) for item in value)
+        for arg in args:
+            try:
+                return _read(arg, value)
+            except TypeError:
+                continue
+        raise TypeError
     if annotation is Any:
-        return True
-    if annotation is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if annotation is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, annotation) if isinstance(annotation, type) else value is None
+        return value
+    if origin is typing.Literal:
+        fits = value in args
+    elif annotation is None or annotation is type(None):
+        fits = value is None
+    elif origin is tuple or origin is list:
+        return _read_sequence(origin, args, value)
+    elif origin is dict:
+        if not isinstance(value, Mapping):
+            raise TypeError
+        return {_read(args[0], key): _read(args[1], item) for key, item in value.items()}
+    elif annotation is float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        fits = False
+    elif annotation is int:
+        fits = isinstance(value, int) and not isinstance(value, bool)
+    else:
+        fits = isinstance(value, annotation)
+    if not fits:
+        raise TypeError
+    return value
+
+
+def _read_sequence(kind: type, args: tuple[Any, ...], value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        raise TypeError
+    if kind is list or (len(args) == 2 and args[1] is Ellipsis):
+        return kind(_read(args[0], item) for item in value)
+    if len(value) != len(args):
+        raise TypeError
+    return tuple(_read(arg, item) for arg, item in zip(args, value, strict=True))
 
 
 def _spell(annotation: Any) -> str:
@@ -66,11 +94,10 @@ def parse_config(config_type: type[T], table: Mapping[str, Any], where: str) -> 
     for key, value in table.items():
         if key not in fields:
             raise ValueError(f"{where}: {_unknown('key', key, fields)}")
-        if not _accepts(annotations[key], value):
-            raise ValueError(f"{where}: {key} = {value!r} is not a {_spell(annotations[key])}")
-        if isinstance(value, list):
-            value = tuple(value)
-        values[key] = float(value) if annotations[key] is float else value
+        try:
+            values[key] = _read(annotations[key], value)
+        except TypeError:
+            raise ValueError(f"{where}: {key} = {value!r} is not a {_spell(annotations[key])}") from None
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in values:
@@ -122,7 +149,7 @@ class Registry(Generic[T]):
         module, _, attribute = name.partition(":")
         try:
             cls = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{self.kind} '{name}' cannot be imported: {error}") from error
         if not isinstance(cls, type) or not dataclasses.is_dataclass(getattr(cls, "Config", None)):
             raise ValueError(f"{self.kind} '{name}' is not a class with a dataclass named Config")
@@ -136,8 +163,10 @@ class Registry(Generic[T]):
         """
         rest = dict(table)
         name = rest.pop("name", None)
-        if not isinstance(name, str):
+        if name is None:
             raise ValueError(f"[{self.kind}]: the key 'name' is missing; known: {', '.join(self.names())}")
+        if not isinstance(name, str):
+            raise ValueError(f"[{self.kind}]: name = {name!r} is not a str; known: {', '.join(self.names())}")
         config_type = self.get(name).Config  # type: ignore[attr-defined]
         return name, parse_config(config_type, rest, f"[{self.kind}]")
 

@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Keys of each type besides theta: needed, optional.
+_KEYS: dict[str, tuple[set[str], set[str]]] = {
+    "default": (set(), set()),
+    "linear": ({"factor"}, set()),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, set()),
+    "yarn": (
+        {"factor", "original_max_position_embeddings"},
+        {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"},
+    ),
+}
+ROPE_TYPES = tuple(_KEYS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +51,10 @@ class RopeConfig:
             ValueError: theta is missing (a default would silently change results), an unknown type, or a type's key
                 is missing.
         """
-        nested = config.get("rope_parameters")
-        scaling = dict(nested or config.get("rope_scaling") or {})
+        nested, older = config.get("rope_parameters"), config.get("rope_scaling")
+        if nested and older and nested != older:
+            raise ValueError(f"{where}: rope_parameters and rope_scaling are both given and disagree")
+        scaling = dict(nested or older or {})
         theta = scaling.pop("rope_theta", None) or config.get("rope_theta")
         if theta is None:
             raise ValueError(f"{where}: no rope_theta, neither at the top level nor in rope_parameters")
@@ -52,17 +64,13 @@ class RopeConfig:
             raise ValueError(f"{where}: unknown rope type '{kind}'; known: {', '.join(ROPE_TYPES)}")
         if float(scaling.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0) != 1.0:
             raise ValueError(f"{where}: partial_rotary_factor other than 1 is not implemented")
-        if kind == "default":
-            return cls(theta=float(theta))
         read = {key: value for key, value in scaling.items() if value is not None}
-        mscale, mscale_all = read.pop("mscale", None), read.pop("mscale_all_dim", None)
-        required = {"linear": {"factor"}, "llama3": {"factor", "low_freq_factor", "high_freq_factor"}}
-        needed = required.get(kind, {"factor"}) | (set() if kind == "linear" else {"original_max_position_embeddings"})
+        needed, optional = _KEYS[kind]
         if missing := needed - read.keys():
             raise ValueError(f"{where}: rope type '{kind}' needs {', '.join(sorted(missing))}")
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := read.keys() - known:
-            raise ValueError(f"{where}: unknown rope parameters {', '.join(sorted(unknown))}")
+        if unknown := read.keys() - needed - optional:
+            raise ValueError(f"{where}: rope type '{kind}' has unknown parameters: {', '.join(sorted(unknown))}")
+        mscale, mscale_all = read.pop("mscale", None), read.pop("mscale_all_dim", None)
         if kind == "yarn" and "attention_factor" not in read:
             read["attention_factor"] = _yarn_attention_factor(float(read["factor"]), mscale, mscale_all)
         return cls(theta=float(theta), type=kind, **read)

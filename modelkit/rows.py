@@ -82,13 +82,15 @@ class Rows:
     def local(self) -> Tensor:
         """Index of each row within its slot [R]; padding rows get 0."""
         index = torch.arange(self.count, device=self.token.device)
-        start = torch.cat([self.row_offset, index.new_full((1,), self.count)])[self.slot]
+        start = torch.cat([self.row_offset[:-1], index.new_full((1,), self.count)])[self.slot]
         return (index - start).clamp(0, self.width - 1)
 
     def rectangle(self) -> Tensor:
-        """Row index of each (slot, local row) [S, width], clamped where a slot has fewer rows."""
+        """Row index of each (slot, local row) [S, width]; where a slot has fewer rows its own last one repeats."""
         local = torch.arange(self.width, device=self.token.device)
-        return (self.row_offset[:-1, None] + local[None, :]).clamp(max=self.count - 1)
+        last = (self.row_offset[1:] - self.row_offset[:-1] - 1).clamp(min=0)
+        own = torch.minimum(local, last[:, None])
+        return (self.row_offset[:-1, None] + own).clamp(max=self.count - 1)
 
 
 def flatten(

@@ -86,7 +86,7 @@ def _drafter_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _random_weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
-    """Sharp attention, norms away from 1, biases away from 0, clear argmaxes, and text that does not run in a circle."""
+    """Sharp attention, norms away from 1, biases away from 0, and text that does not run in a circle."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in shapes.items():

@@ -60,7 +60,7 @@ class DFlashModel(nn.Module):
             k, v = block.self_attn.project_context(context)
             k = rotate(k, cos, sin)
             cache.append(index, k.view(slots, width, *k.shape[1:]), v.view(slots, width, *v.shape[1:]), page, offset)
-        cache.length[:-1] += count
+        cache.advance(count)
 
     def forward(self, embedded: Tensor, rows: Rows, bidirectional: Tensor, cache: KVCache) -> Tensor:
         """Run the block.
@@ -76,10 +76,12 @@ class DFlashModel(nn.Module):
         """
         plans: dict[tuple[int | None, bool], DensePlan] = {}
         x, angles = embedded, self._angles(rows.position)
+        group = self.config.model.num_attention_heads // self.config.model.num_key_value_heads
         kinds = zip(self.config.model.windows, self.config.causal, strict=True)
         for index, (block, kind) in enumerate(zip(self.layers, kinds, strict=True)):
             if kind not in plans:
-                plans[kind] = DensePlan.prepare(rows, cache, kind[0], None if kind[1] else bidirectional)
+                bits = None if kind[1] else bidirectional
+                plans[kind] = DensePlan.prepare(rows, cache, kind[0], group=group, dtype=x.dtype, ancestors=bits)
             x = block(x, angles, plans[kind], cache, index)
         normed: Tensor = self.norm(x)
         return normed

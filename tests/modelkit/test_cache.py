@@ -228,3 +228,20 @@ def test_a_block_sees_forward_only_when_it_is_not_causal(tiny_model, causal, row
     assert moved[3] > 0.01 and bool((moved[:3] > 1e-3).all()) != causal
     assert moved[4:7].max() < 1e-5 and (not causal or moved[:3].max() < 1e-5)
     assert (hidden(beyond) - base).abs()[:7].max() < 1e-5, "a row past the count is seen"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@torch.no_grad()
+def test_a_window_holds_in_both_directions_of_a_block(tiny_model, causal):
+    model = tiny_model(num_hidden_layers=1, windows=(3,))
+    count, start = torch.tensor([7]), torch.tensor([0])
+
+    def hidden(token: Tensor) -> Tensor:
+        block = chain(token=token, start=start, count=count, rows=7, bound=0, causal=causal)
+        return model(block, None).hidden
+
+    token = torch.arange(7)[None]
+    changed_token = token.clone()
+    changed_token[0, 3] = 40
+    moved = (hidden(changed_token) - hidden(token)).abs().amax(1) > 1e-4
+    assert moved.tolist() == [False, not causal, not causal, True, True, True, False]

@@ -145,6 +145,7 @@ def test_flatten_ragged_holds_what_uniform_holds():
     for name in ("token", "position", "slot", "parent", "valid", "ancestors"):
         assert torch.equal(getattr(ragged, name)[: uniform.count], getattr(uniform, name)), name
     assert torch.equal(ragged.row_offset, uniform.row_offset)
+    assert ragged.slot[-3:].tolist() == [3] * 3 and not ragged.valid[-3:].any(), "padding rows"
     assert torch.equal(ragged.local()[: uniform.count], uniform.local())
     assert torch.equal(ragged.rectangle(), uniform.rectangle())
 

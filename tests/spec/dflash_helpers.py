@@ -2,15 +2,12 @@
 
 import json
 import math
-import sys
-from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from spec import Engine  # noqa: E402
+from spec import Engine
+from spec.types import Proposal
 
 VOCAB, MASK, BLOCK = 53, 52, 6
 LAYERS = {
@@ -46,7 +43,12 @@ def shapes(config):
     else:
         out |= {"embed_tokens.weight": (config["vocab_size"], hidden), "lm_head.weight": (config["vocab_size"], hidden)}
     for i in range(config["num_hidden_layers"]):
-        attention = {"q_proj": (query, hidden), "k_proj": (key, hidden), "v_proj": (key, hidden), "o_proj": (hidden, query)}
+        attention = {
+            "q_proj": (query, hidden),
+            "k_proj": (key, hidden),
+            "v_proj": (key, hidden),
+            "o_proj": (hidden, query),
+        }
         mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
         out |= {f"layers.{i}.self_attn.{name}.weight": shape for name, shape in attention.items()}
         out |= {f"layers.{i}.self_attn.{name}.weight": (dim,) for name in ("q_norm", "k_norm")}
@@ -91,10 +93,40 @@ def make_engine(target, drafter, tree, *, slots=1, draft=None, **engine):
     )
 
 
-def paths(tree, slot, valid_only=True):
-    """Token path of each (valid) node of a slot's tree, the root's left out, in node order."""
+ACCEPT = [0, 2, 9, 1, 0, 3, 0, 9, 2, 1]  # draft tokens that are right, round by round; 9: all
+
+
+def script_rounds(engine, right, random):
+    """Replace the drafter's proposals by scripted ones; returns the list that fills up, an entry a round."""
+    propose, block_logits, rounds = engine.drafter.propose, engine.drafter.block_logits, []
+
+    def watched(*args):
+        rounds[-1]["logits"] = block_logits(*args)
+        return rounds[-1]["logits"]
+
+    def scripted(state, bound):
+        rounds.append({name: getattr(state, name).clone() for name in ("tokens", "total", "active")})
+        depth = propose(state, bound).depth
+        ids = torch.zeros(state.slots, depth, 2, dtype=torch.int64)
+        for s in range(state.slots):
+            text = state.tokens[s, : state.total[s]].tolist()
+            whole = next((t for t in right if t[: len(text)] == text), text)
+            for d in range(depth):
+                token = (*whole[len(text) + d :], 0)[0]
+                rank = int(torch.randint(2, (), generator=random)) if d < 2 else 0  # of the right token
+                ids[s, d] = torch.tensor([token, (token + 1) % VOCAB]).roll(rank)
+                if d == ACCEPT[(len(rounds) + 5 * s) % len(ACCEPT)]:  # wrong here, right again further down
+                    ids[s, d] = (ids[s, d] + 2) % VOCAB
+        return Proposal(ids=ids, score=torch.tensor([-1.0, -2.0]).expand(ids.shape).clone())
+
+    engine.drafter.block_logits, engine.drafter.propose = watched, scripted
+    return rounds
+
+
+def paths(tree, slot):
+    """Token path of each valid node of a slot's tree, the root's left out, in node order."""
     parent, token, valid = (t[slot].tolist() for t in (tree.parent, tree.token, tree.valid))
     found = [()]
     for node in range(1, len(parent)):
         found.append((*found[parent[node]], token[node]))
-    return [path for path, ok in list(zip(found, valid, strict=True))[1:] if ok or not valid_only]
+    return [path for path, real in zip(found[1:], valid[1:], strict=True) if real]

@@ -18,7 +18,6 @@ from modelkit.loading import load_model  # noqa: E402
 from modelkit.rows import chain  # noqa: E402
 from spec.draft import DRAFTERS  # noqa: E402
 from spec.draft.dflash_model import block_rows  # noqa: E402
-from spec.types import Proposal  # noqa: E402
 
 SLIDING = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 7,
@@ -28,6 +27,8 @@ ALL_SLIDING = SLIDING | {"layer_types": ["sliding_attention"] * 3}
 NEWER = {"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 SCALES = {"input_embedding_scale": 1.7, "output_multiplier": 0.6, "final_logit_softcapping": 3.0}
+FULL = {"layer_types": ["full_attention"] * 3, "use_sliding_window": False, "sliding_window": None}
+SWA = {"use_swa": True, "swa_window_size": 5}  # every layer slides, both ways, whatever layer_types says (vLLM's rule)
 INSIDE = {"block_size": ..., "dflash_config": {"block_size": BLOCK}}
 
 
@@ -61,7 +62,6 @@ def load(target, folder, slots=1, **draft):
 
 # ---------------------------------------------------------------- whole runs
 PROMPT_LENGTHS = [7, 19, 1]
-ACCEPT = [0, 2, 9, 1, 0, 3, 0, 9, 2, 1]  # draft tokens that are right, round by round; 9: all
 RUNS = {
     "all full": {},
     "sliding and full": SLIDING | NEWER,
@@ -72,7 +72,9 @@ RUNS = {
     "is_causal null": {"is_causal": None} | nested(causal=True),
     "is_causal wins": SLIDING | {"is_causal": False} | nested(causal=True),
     "sliding but not causal": ALL_SLIDING | {"is_causal": False, "sliding_window": 4},
-    "use_swa": {"dflash_config": {"use_swa": True, "swa_window_size": 5}},
+    "sliding by max_window_layers": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+    "use_swa": nested(**SWA),
+    "use_swa over full layers": FULL | nested(**SWA),
     "scales at the top": SCALES,
     "scales inside": nested(**SCALES) | {"input_embedding_scale": 9.0},
     "more taps than layers": nested(target_layer_ids=[2, 0, 3, 1]),
@@ -80,32 +82,6 @@ RUNS = {
     "biases": {"attention_bias": True, "num_hidden_layers": 1},
     "block size inside": INSIDE,
 }
-
-
-def record_rounds(engine, right, random):
-    """Replace the drafter's proposals by scripted ones; returns the list that fills up, an entry a round."""
-    propose, block_logits, rounds = engine.drafter.propose, engine.drafter.block_logits, []
-
-    def watched(*args):
-        rounds[-1]["logits"] = block_logits(*args)
-        return rounds[-1]["logits"]
-
-    def scripted(state, bound):
-        rounds.append({name: getattr(state, name).clone() for name in ("tokens", "total", "active")})
-        depth = propose(state, bound).depth
-        ids = torch.zeros(state.slots, depth, 2, dtype=torch.int64)
-        for s in range(state.slots):
-            text = state.tokens[s, : state.total[s]].tolist()
-            whole = next((t for t in right if t[: len(text)] == text), text)
-            for d in range(depth):
-                token = (*whole[len(text) + d :], 0)[0]
-                ids[s, d] = torch.tensor([token, (token + 1) % VOCAB]).roll(int(torch.randint(2, (), generator=random)))
-                if d == ACCEPT[(len(rounds) + 5 * s) % len(ACCEPT)]:  # wrong here, right again further down
-                    ids[s, d] = (ids[s, d] + 2) % VOCAB
-        return Proposal(ids=ids, score=torch.tensor([-1.0, -2.0]).expand(ids.shape).clone())
-
-    engine.drafter.block_logits, engine.drafter.propose = watched, scripted
-    return rounds
 
 
 @pytest.mark.parametrize("name,block", [*((name, BLOCK) for name in RUNS), ("all full", 4), ("sliding and full", 4)])
@@ -123,7 +99,7 @@ def test_a_run_with_rejections_equals_the_dense_reference(name, block, target, d
     prompts = [torch.randint(VOCAB, (n,), generator=random).tolist() for n in PROMPT_LENGTHS]
     plain = [c.token_ids for c in engine.generate_plain(prompts, max_new_tokens=20)]
     texts = [prompt + ids for prompt, ids in zip(prompts, plain, strict=True)]
-    rounds = record_rounds(engine, texts, random)
+    rounds = tiny.script_rounds(engine, texts, random)
     done = engine.generate(prompts, max_new_tokens=20)
     assert [c.token_ids for c in done] == plain
     accepted = [a for c in done for a in c.stats.per_step_accepted[:-1]]
@@ -137,7 +113,7 @@ def test_a_run_with_rejections_equals_the_dense_reference(name, block, target, d
         features[number] = torch.cat([outputs[i] for i in taps], -1)
     draft_weights, compared = tiny.random_weights(config, 2), set()
     if config["dflash_config"].get("use_swa"):
-        config = config | ALL_SLIDING | {"sliding_window": 5}
+        config = config | ALL_SLIDING | {"sliding_window": 5, "is_causal": False}
     for entry in rounds:
         for s in entry["active"].nonzero()[:, 0].tolist():
             text = entry["tokens"][s, : entry["total"][s]].tolist()
@@ -224,7 +200,7 @@ SPELLINGS = [
         {"rope_theta": ..., "rope_parameters": YARN | {"rope_theta": 1000.0}},
     ],
     [{}, INSIDE, nested(block_size=BLOCK)],
-    [{}, {"sliding_window": 7}, {"layer_types": ["full_attention"] * 3, "use_sliding_window": False}],
+    [{}, {"sliding_window": 7}, FULL],
     [{}, nested(selector_rank=0, sample_from_anchor=False, projector_type=None, markov_rank=None, mask_token="x")],
     [{}, {"num_target_layers": ...}, {"num_target_layers": ...} | nested(num_target_layers=4)],
 ]
@@ -273,7 +249,6 @@ REFUSED = [
     ("layers", {"num_target_layers": ...} | nested(num_target_layers=5)),
     ("sliding_window", SLIDING | {"use_sliding_window": False}),
     ("sliding_window", {"layer_types": ["sliding_attention"] * 3}),
-    ("swa", {"layer_types": ["full_attention"] * 3} | nested(use_swa=True, swa_window_size=5)),
     ("layer types", SLIDING | {"layer_types": ["sliding_attention"] * 2}),
     ("layer_types", {"layer_types": ["chunked_attention"] * 3}),
     ("hidden_act", {"hidden_act": "gelu"}),

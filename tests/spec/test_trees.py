@@ -59,9 +59,7 @@ def score_of(path, rows, ids):
 
 def random_edges(rng, rows, k, missing=0.0):
     """[L - 1][k][k]: each parent has its own order of the depth's scores, some of them missing."""
-    return [
-        [[-INF if rng.random() < missing else x for x in rng.sample(row, k)] for _ in range(k)] for row in rows[1:]
-    ]
+    return [[[-INF if rng.random() < missing else x for x in rng.sample(row, k)] for _ in range(k)] for row in rows[1:]]
 
 
 def single(values):
@@ -177,7 +175,10 @@ def test_static_takes_the_best_ranks_of_each_parent(widths, edges):
         cases = [heap.random_case(seed * 10 + s, 4, 4) for s in range(2)]
         rows, ids, rngs = (list(part) for part in zip(*cases, strict=True))
         if seed % 2:  # some candidates are missing
-            rows = [[[x if r < 2 or d == 2 else -INF for r, x in enumerate(row)] for d, row in enumerate(case)] for case in rows]
+            rows = [
+                [[x if r < 2 or d == 2 else -INF for r, x in enumerate(row)] for d, row in enumerate(case)]
+                for case in rows
+            ]
         edge = [random_edges(rng, row, 4, 0.2) for rng, row in zip(rngs, rows, strict=True)] if edges else None
         tree = build(proposal(rows, ids, edge), "static", widths=widths)
         for s in range(2):
@@ -229,7 +230,8 @@ def context(trees, count, rows, depth):
     )  # fmt: skip
     return NodeContext(
         token=flat.token, parent=flat.parent, depth=flat.position - length[flat.slot], position=flat.position,
-        slot=flat.slot, local=flat.local(), valid=flat.valid, ancestors=flat.ancestors, slots=len(trees), max_depth=depth,
+        slot=flat.slot, local=flat.local(), valid=flat.valid, ancestors=flat.ancestors, slots=len(trees),
+        max_depth=depth,
     )  # fmt: skip
 
 

@@ -1,0 +1,78 @@
+"""The whole round as one graph: `Engine.step` traces without a break, once, and computes what eager mode computes.
+
+`backend="eager"` runs the traced graph as it is: this tests the tracing, not a compiler.
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
+
+from spec import Engine
+from spec.draft import DRAFTERS
+from spec.requests import Request
+from spec.tree import TREES
+
+# Settings under test by registered name; others run by their defaults.
+DRAFT_SETTINGS = {"dflash": {"block_size": 4}, "self": {"wrong_every": 2, "block_size": 4}}
+TREE_SETTINGS = {"static": {"widths": [2, 2, 1]}}
+CASES = [*itertools.product(DRAFTERS.names(), TREES.names()), ("ngram", "plain")]
+SLOTS, CAPACITY, ROUNDS = 2, 64, 7
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def prompt(length):
+    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def build(draft, tree, targets, drafters, target="qwen2_windowed"):
+    """An engine with its first `slots` slots prefilled."""
+    settings = DRAFT_SETTINGS.get(draft, {}) | ({"path": str(drafters[target])} if draft == "dflash" else {})
+    tables = {
+        "target": {"path": str(targets[target]), "dtype": "float32"},
+        "draft": {"name": draft, **settings},
+        "tree": {"name": tree, **TREE_SETTINGS.get(tree, {})},
+        "engine": {"slots": SLOTS, "max_model_len": CAPACITY, "page_size": 16},
+    }
+    return Engine.from_config(tables)
+
+
+def observe(engine):
+    state = engine.state
+    return {name: getattr(state, name).tolist() for name in ("total", "anchor", "reason", "active", "round", "tokens")}
+
+
+@pytest.mark.parametrize("active", [2, 1])
+@pytest.mark.parametrize(("draft", "tree"), CASES)
+def test_step_is_one_graph(draft, tree, active, tiny_targets, tiny_drafters):
+    plain = tree == "plain"
+    eager, traced = (build(draft, "chain" if plain else tree, tiny_targets, tiny_drafters) for _ in range(2))
+    for engine in (eager, traced):
+        for slot, ids in list(enumerate((prompt(9), prompt(20))))[:active]:
+            # The second slot runs into its limit on the way: then it is idle, in the same graph.
+            most = 30 if slot == 0 else 4
+            engine.prefill(slot, Request(prompt_ids=ids, max_new_tokens=most, stop_ids=[]), plain)
+    rows = active * (1 if plain else eager.nodes)
+    counter = CompileCounter()
+    step = torch.compile(traced.step, backend=counter, fullgraph=True, dynamic=False)  # noqa: TID251 (a test of tracing)
+    gained = set()
+    for number in range(ROUNDS):
+        before = eager.state.total.clone()
+        eager.step(rows, CAPACITY, plain)
+        step(rows, CAPACITY, plain)
+        gained.update((eager.state.total - before).tolist())
+        assert observe(traced) == observe(eager), number
+        assert torch.equal(traced.state.length, eager.state.length)
+    assert counter.frame_count == 1, "recompiled"
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+    print(gained, counter.op_count)
