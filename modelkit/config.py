@@ -115,7 +115,7 @@ class ModelConfig:
             qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
             output_bias=bias if family.output_bias is None else family.output_bias,
             mlp_bias=family.reads_mlp_bias and bool(config.get("mlp_bias", False)),
-            final_logit_softcapping=config.get("final_logit_softcapping"),
+            final_logit_softcapping=config.get("final_logit_softcapping") or None,
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
             bos_token_id=config.get("bos_token_id"),
         )

@@ -83,20 +83,21 @@ class DFlashConfig:
         if not isinstance(block, int) or block < 2:
             raise ValueError(f"{where}: block_size {block!r} must be an integer of at least 2")
         model = _layers_config(config, nested, where)
-        flag = config.get("is_causal", nested.get("causal"))
+        flag = _first(config.get("is_causal"), nested.get("causal"))
+        if flag is None and _all_sliding(config, nested):
+            flag = False
         causal = tuple(w is not None if flag is None else bool(flag) for w in model.windows)
         return cls(
             model=model, block_size=block, target_layer_ids=tuple(taps), mask_token_id=int(nested["mask_token_id"]),
-            causal=causal, num_target_layers=config.get("num_target_layers", nested.get("num_target_layers")),
+            causal=causal, num_target_layers=_first(config.get("num_target_layers"), nested.get("num_target_layers")),
             input_embedding_scale=float(_extra(config, nested, "input_embedding_scale") or 1.0),
             output_multiplier=float(_extra(config, nested, "output_multiplier") or 1.0),
-            final_logit_softcapping=_extra(config, nested, "final_logit_softcapping"),
+            final_logit_softcapping=_extra(config, nested, "final_logit_softcapping") or None,
         )  # fmt: skip
 
 
 def _extra(config: Mapping[str, Any], nested: Mapping[str, Any], key: str) -> Any:
-    value = nested.get(key)
-    return config.get(key) if value is None else value
+    return _first(nested.get(key), config.get(key))
 
 
 def _refuse_unsupported(config: Mapping[str, Any], nested: Mapping[str, Any], where: str) -> None:
@@ -119,11 +120,23 @@ def _layers_config(config: Mapping[str, Any], nested: Mapping[str, Any], where: 
     if nested.get("use_swa"):
         if not nested.get("swa_window_size"):
             raise ValueError(f"{where}: dflash_config.use_swa is set without swa_window_size")
-        plain.setdefault("sliding_window", nested["swa_window_size"])
+        if plain.get("sliding_window") is None:
+            plain["sliding_window"] = nested["swa_window_size"]
         if plain["sliding_window"] != nested["swa_window_size"]:
             raise ValueError(f"{where}: swa_window_size and sliding_window disagree")
         plain["use_sliding_window"] = True
-        plain["layer_types"] = plain.get("layer_types") or ["sliding_attention"] * int(config["num_hidden_layers"])
+        if _all_sliding(config, nested):
+            plain["layer_types"] = ["sliding_attention"] * int(config["num_hidden_layers"])
     elif "sliding_attention" in (plain.get("layer_types") or ()):
         plain.setdefault("use_sliding_window", True)  # an explicit false beside sliding layers is refused below
     return ModelConfig.from_dict(plain, where)
+
+
+def _first(*values: Any) -> Any:
+    """The first that is not null: published files write nulls beside the value that counts."""
+    return next((value for value in values if value is not None), None)
+
+
+def _all_sliding(config: Mapping[str, Any], nested: Mapping[str, Any]) -> bool:
+    """Whether `use_swa` makes every layer sliding; such layers see their whole block (vLLM's rule)."""
+    return bool(nested.get("use_swa")) and "sliding_attention" not in (config.get("layer_types") or ())

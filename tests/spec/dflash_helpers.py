@@ -106,7 +106,10 @@ def script_rounds(engine, right, random):
 
     def scripted(state, bound):
         rounds.append({name: getattr(state, name).clone() for name in ("tokens", "total", "active")})
-        depth = propose(state, bound).depth
+        proposal = propose(state, bound)
+        drafted, depth = rounds[-1]["logits"][:, 1:], proposal.depth  # row j of the block is depth j
+        assert torch.equal(proposal.ids[..., 0], drafted.argmax(-1))
+        torch.testing.assert_close(proposal.score, drafted.log_softmax(-1).gather(-1, proposal.ids))
         ids = torch.zeros(state.slots, depth, 2, dtype=torch.int64)
         for s in range(state.slots):
             text = state.tokens[s, : state.total[s]].tolist()

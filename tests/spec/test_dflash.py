@@ -203,6 +203,8 @@ SPELLINGS = [
     [{}, {"sliding_window": 7}, FULL],
     [{}, nested(selector_rank=0, sample_from_anchor=False, projector_type=None, markov_rank=None, mask_token="x")],
     [{}, {"num_target_layers": ...}, {"num_target_layers": ...} | nested(num_target_layers=4)],
+    [{}, nested(input_embedding_scale=1, output_multiplier=1.0, final_logit_softcapping=None)],
+    [{}, nested(final_logit_softcapping=0.0)],
 ]
 
 
@@ -247,6 +249,7 @@ REFUSED = [
     ("vocab", {"vocab_size": VOCAB + 1}),
     ("layers", {"num_target_layers": 5}),
     ("layers", {"num_target_layers": ...} | nested(num_target_layers=5)),
+    ("layers", {"num_target_layers": None} | nested(num_target_layers=5)),
     ("sliding_window", SLIDING | {"use_sliding_window": False}),
     ("sliding_window", {"layer_types": ["sliding_attention"] * 3}),
     ("layer types", SLIDING | {"layer_types": ["sliding_attention"] * 2}),

@@ -121,11 +121,8 @@ def trained(one_thread, tmp_path_factory):
     generator = torch.Generator().manual_seed(SEED)
     texts = language(generator)
     held_out = torch.rand(MODES, LETTERS, generator=generator) < 0.2
-    usable, target, drafter = (
-        texts[~held_out],
-        tiny.random_weights(TARGET, SEED + 1),
-        tiny.random_weights(DRAFTER, SEED + 2),
-    )
+    usable = texts[~held_out]
+    target, drafter = tiny.random_weights(TARGET, SEED + 1), tiny.random_weights(DRAFTER, SEED + 2)
 
     def target_loss():
         text = usable[torch.randint(len(usable), (12,), generator=generator)]
