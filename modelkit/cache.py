@@ -59,11 +59,6 @@ class LayerCache(nn.Module):
     scratch_k: Tensor
     scratch_v: Tensor
 
-    def write_scratch(self, k: Tensor, v: Tensor) -> None:
-        """Keep fresh rows [R, Hkv, D] until commit."""
-        self.scratch_k[: k.shape[0]].copy_(k)
-        self.scratch_v[: v.shape[0]].copy_(v)
-
 
 class KVCache(nn.Module):
     """Cache of all layers for S slots plus the dummy.
@@ -99,13 +94,31 @@ class KVCache(nn.Module):
         self.register_buffer("table", torch.arange(pages).view(slots + 1, per_slot), persistent=False)
         self.register_buffer("length", torch.zeros(slots + 1, dtype=torch.int64), persistent=False)
 
+        self.register_buffer("committed", torch.zeros(1, dtype=torch.int64), persistent=False)
+        self.register_buffer("_addresses", None, persistent=False)
+
     table: Tensor
     length: Tensor
+    committed: Tensor
+    _addresses: Tensor | None
 
     @property
     def slots(self) -> int:
         """S, the dummy not counted."""
         return self.table.shape[0] - 1
+
+    def addresses(self) -> Tensor:
+        """Device addresses of pages and scratch, int64 [2 * layers, 2]: K and V of each layer in turn."""
+        if self._addresses is None:
+            pairs = []
+            for layer in self.layers:
+                assert isinstance(layer, LayerCache)
+                pairs += [
+                    [layer.k.data_ptr(), layer.scratch_k.data_ptr()],
+                    [layer.v.data_ptr(), layer.scratch_v.data_ptr()],
+                ]
+            self._addresses = torch.tensor(pairs, device=self.table.device)
+        return self._addresses
 
     def set_table(self, table: Tensor) -> None:
         """Use another assignment of pages to slots, int64 [S + 1, pages a slot] (a permutation of the pages)."""
@@ -150,6 +163,13 @@ class KVCache(nn.Module):
             layer.k[page, :, offset] = layer.scratch_k[row]
             layer.v[page, :, offset] = layer.scratch_v[row]
         self.advance(count)
+
+    def write_scratch(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Keep fresh rows [R, Hkv, D] of a layer until commit."""
+        stored = self.layers[layer]
+        assert isinstance(stored, LayerCache)
+        stored.scratch_k[: k.shape[0]].copy_(k)
+        stored.scratch_v[: v.shape[0]].copy_(v)
 
     def advance(self, count: Tensor) -> None:
         """Lengthen each slot by what was written to its `destination`, int64 [S]."""

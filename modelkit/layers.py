@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import DensePlan
+from .backend import Angles, Plan, Reference
 from .cache import KVCache
 from .config import ModelConfig
-from .rope import rotate
 
 
 class RMSNorm(nn.Module):
@@ -88,18 +87,19 @@ class Attention(nn.Module):
         return heads if norm is None else norm(heads)
 
     def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor], plan: DensePlan, cache: KVCache | None, layer: int
+        self,
+        x: Tensor,
+        norm: RMSNorm,
+        angles: Angles,
+        plan: Plan,
+        backend: Reference,
+        cache: KVCache | None,
+        layer: int,
     ) -> Tensor:
-        """Rows [R, H] -> [R, H]; leaves their K/V in the cache's scratch."""
-        q, k, v = self.project(x)
-        q, k = rotate(q, *angles), rotate(k, *angles)
-        view = None
-        if cache is not None:
-            cache.layers[layer].write_scratch(k, v)  # type: ignore[operator]
-            view = cache.view(layer)
-        out = plan.attend(q, k, v, view, self.scale)
-        mixed: Tensor = self.o_proj(out.reshape(x.shape[0], -1))
-        return mixed
+        """Residual stream [R, H] -> [R, H]; leaves the rows' K/V in the cache's scratch."""
+        q, k, v = backend.attention_input(self, x, norm, angles, cache, layer)
+        mixed = plan.attend(q, k, v, None if cache is None else cache.view(layer), self.scale)
+        return backend.attention_output(self, mixed.reshape(x.shape[0], -1), x)
 
 
 class MLP(nn.Module):
@@ -139,12 +139,11 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor], plan: DensePlan, cache: KVCache | None, layer: int
+        self, x: Tensor, angles: Angles, plan: Plan, backend: Reference, cache: KVCache | None, layer: int
     ) -> Tensor:
         """Rows [R, H] -> [R, H], the residual stream after this layer."""
-        x = x + self.self_attn(self.input_layernorm(x), angles, plan, cache, layer)
-        x = x + self.mlp(self.post_attention_layernorm(x))
-        return x
+        x = self.self_attn(x, self.input_layernorm, angles, plan, backend, cache, layer)
+        return backend.mlp(self.mlp, x, self.post_attention_layernorm)
 
 
 def fuse_projections(module: nn.Module) -> None:

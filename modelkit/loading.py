@@ -15,6 +15,7 @@ import torch
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
 
+from .backend import make_backend
 from .config import ModelConfig, read_json
 from .layers import fuse_projections
 from .model import Transformer
@@ -157,6 +158,8 @@ def load_model(
     device: str | torch.device = "cpu",
     layout: Any = None,
     fuse: bool = True,
+    kernels: str = "reference",
+    random_seed: int | None = None,
 ) -> Transformer:
     """Load a published checkpoint folder.
 
@@ -166,6 +169,9 @@ def load_model(
         device: where the model lives.
         layout: object with `place(module)`, applied to the loaded model before fusing (see `parallel`).
         fuse: fuse qkv and gate/up projections into one GEMM each.
+        kernels: "reference", "triton" or "auto"; see `modelkit.backend`.
+        random_seed: fill the parameters with noise instead of reading weights: shapes for timing, from a config.json
+            alone.
 
     Returns:
         The model in eval mode, without gradients.
@@ -180,8 +186,12 @@ def load_model(
     config = ModelConfig.from_folder(folder)
     model = build_on_meta(lambda: Transformer(config))
     assert isinstance(model, Transformer)
+    model.backend = make_backend(kernels, torch.device(device))
     shared = {"lm_head.weight": "embed_tokens.weight"} if config.tie_word_embeddings else {}
-    load_weights(model, folder, dtype=parse_dtype(dtype), device=torch.device(device), shared=shared)
+    if random_seed is not None:
+        random_weights(model, dtype=parse_dtype(dtype), device=torch.device(device), seed=random_seed)
+    else:
+        load_weights(model, folder, dtype=parse_dtype(dtype), device=torch.device(device), shared=shared)
     if config.tie_word_embeddings:
         model.tie()
     if layout is not None:
@@ -190,6 +200,19 @@ def load_model(
         fuse_projections(model)
     model.prepare()
     return model.eval()
+
+
+def random_weights(module: nn.Module, *, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+    """Fill a meta module's parameters with noise of a trained model's size: matrices 1 / sqrt(columns), norms about 1."""
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in list(module.named_parameters()):
+        filled = torch.empty(parameter.shape, dtype=dtype, device=device)
+        spread = 0.1 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
+        filled.normal_(0.0, spread, generator=generator)
+        if parameter.dim() == 1 and not name.endswith("bias"):
+            filled += 1
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, nn.Parameter(filled, requires_grad=False))
 
 
 def check_torch() -> None:

@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import DensePlan
+from .backend import Reference
 from .cache import KVCache
 from .config import ModelConfig
 from .layers import Block, RMSNorm
-from .rope import rotary_angles
 from .rows import Rows, chain
 
 
@@ -45,6 +44,7 @@ class Transformer(nn.Module):
         if config.tie_word_embeddings:
             self.tie()
         self.register_buffer("inverse_frequencies", None, persistent=False)
+        self.backend = Reference()
 
     inverse_frequencies: Tensor | None
 
@@ -88,16 +88,16 @@ class Transformer(nn.Module):
         """
         assert self.inverse_frequencies is not None, "prepare() was not called"
         rope = self.config.rope
-        angles = rotary_angles(self.inverse_frequencies, rope.attention_factor, rows.position, self.dtype)
+        angles = self.backend.angles(self.inverse_frequencies, rope.attention_factor, rows.position, self.dtype)
         group = self.config.num_attention_heads // self.config.num_key_value_heads
         plans = {
-            window: DensePlan.prepare(rows, cache, window, group=group, dtype=self.dtype)
+            window: self.backend.plan(rows, cache, window, group=group, dtype=self.dtype)
             for window in dict.fromkeys(self.config.windows)
         }
         x = self.embed_tokens(rows.token)
         tapped: dict[int, Tensor] = {}
         for index, (block, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
-            x = block(x, angles, plans[window], cache, index)
+            x = block(x, angles, plans[window], self.backend, cache, index)
             if index in taps:
                 tapped[index] = x
         features = torch.cat([tapped[i] for i in taps], -1) if taps else None

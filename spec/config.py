@@ -38,9 +38,22 @@ class TargetConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CompileConfig:
-    """How steps run. "none" is eager: every operation by itself, for debugging and for CPUs."""
+    """How steps run.
 
-    mode: Literal["none"] = "none"
+    Attributes:
+        mode: "auto" is "reduce-overhead" (each round one CUDA graph) on CUDA devices and "none" elsewhere. "none" is
+            eager: every operation by itself, for debugging and for CPUs.
+        kernels: "auto" is "triton" on CUDA devices and "reference" (plain PyTorch) elsewhere.
+    """
+
+    mode: Literal["auto", "none", "default", "reduce-overhead"] = "auto"
+    kernels: Literal["auto", "reference", "triton"] = "auto"
+
+    def resolved_mode(self, device: str) -> str:
+        """The mode on a device."""
+        if self.mode != "auto":
+            return self.mode
+        return "reduce-overhead" if device.startswith("cuda") else "none"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 import warnings
 from collections import deque
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelkit.compile import Step, compile_step
 from modelkit.demo import DEMO_NAME, prepare_demo_model
 from modelkit.loading import load_model
 from modelkit.rows import Rows, chain, flatten
@@ -29,7 +31,8 @@ from .config import GenerateConfig, load_config
 from .draft import DRAFTERS
 from .requests import Completion, Piece, Request, Settings, prepare
 from .running import Running
-from .state import RING, RoundState
+from .readback import Readback
+from .state import RUNNING, RoundState
 from .text import Prompt, load_tokenizer
 from .tree import TREES
 from .types import Tree
@@ -43,13 +46,16 @@ class Engine:
     Build it with `Engine.from_config`. One thread at a time may use it.
     """
 
-    def __init__(self, config: GenerateConfig, progress: Any = None) -> None:
+    def __init__(self, config: GenerateConfig, progress: Any = None, random_seed: int | None = None) -> None:
         self.config = config
         if config.engine.threads is not None:
             torch.set_num_threads(config.engine.threads)
         folder = target_folder(config.target.path, progress)
         layout = LAYOUTS.get(config.parallel.name)(config.parallel.config)  # type: ignore[call-arg]
-        self.target = load_model(folder, dtype=config.target.dtype, device=config.target.device, layout=layout)
+        self.target = load_model(
+            folder, dtype=config.target.dtype, device=config.target.device, layout=layout,
+            kernels=config.compile.kernels, random_seed=random_seed,
+        )  # fmt: skip
         self.tokenizer = load_tokenizer(folder)
         model_limit = self.target.config.max_position_embeddings
         self.capacity = config.engine.max_model_len or min(model_limit, DEFAULT_MAX_MODEL_LEN)
@@ -74,6 +80,9 @@ class Engine:
             cache=cache, capacity=self.capacity, depth=self.drafter.depth, features=self.drafter.features,
             dtype=self.target.dtype,
         )  # fmt: skip
+        self._mode = config.compile.resolved_mode(config.target.device)
+        self._steps: dict[tuple[int, bool], Step] = {}
+        self._readback = Readback(self.state)
         self._busy = False
 
     @classmethod
@@ -113,7 +122,7 @@ class Engine:
         accepted = self.sampler.accept(logits, node_context(flat, state))
         count = state.emit(accepted)
         state.remember(output.taps, accepted.path, count)
-        state.cache.commit(accepted.path, count)
+        self.target.backend.commit(state.cache, accepted.path, count)
 
     def _flat_rows(self, tree: Tree, rows: int, bound: int) -> Rows:
         state = self.state
@@ -148,12 +157,23 @@ class Engine:
         logits = self.target.head(output.hidden[-1:])
         state.emit(self.sampler.accept(logits, last_row(slot, prompt, state)))
 
-    def read(self, launched: int) -> tuple[list[list[int]], list[int]]:
-        """Tokens of round number `launched`, a list a slot, and every slot's end reason as of now."""
-        entry = launched % RING
-        counts = self.state.ring_count[entry].tolist()
-        tokens = self.state.ring_token[entry].tolist()
-        return [row[:n] for row, n in zip(tokens, counts, strict=True)], self.state.reason.tolist()
+    def compiled_step(self, rows: int, plain: bool = False) -> Step:
+        """The round for a row bucket as one callable without arguments; compiled on first use unless the mode is eager.
+
+        It reads whatever context there is: its bound is the capacity.
+        """
+        key = (rows, plain)
+        if key not in self._steps:
+            self._steps[key] = compile_step(functools.partial(self.step, rows, self.capacity, plain), self._mode)
+        return self._steps[key]
+
+    def _launch(self, running: dict[int, Running], plain: bool) -> None:
+        rows = len(running) * (1 if plain else self.nodes)
+        if self._mode == "none":
+            behind = len(self._readback) * (self.state.depth + 1)
+            self.step(rows, min(max(r.committed for r in running.values()) + behind, self.capacity), plain)
+        else:
+            self.compiled_step(rows, plain)()
 
     def generate(
         self,
@@ -245,32 +265,45 @@ class Engine:
         try:
             while waiting or running:
                 for slot in [s for s in range(self.state.slots) if s not in running][: len(waiting)]:
+                    yield from self._collect(running, all_rounds=True)
                     index, request = waiting.popleft()
                     began = time.perf_counter()
                     self.prefill(slot, request, plain)
+                    self._readback.push({slot: None})
+                    tokens, reasons, _ = self._readback.pop()
                     running[slot] = Running.start(index, request, self, plain, began)
-                    yield from self._collect(running, [slot], first=True)
+                    yield from self._take(running, slot, tokens, reasons, first=True)
                 if running:
-                    rows = len(running) * (1 if plain else self.nodes)
-                    self.step(rows, max(r.committed for r in running.values()), plain)
-                    yield from self._collect(running, list(running))
+                    self._launch(running, plain)
+                    self._readback.push({slot: live.index for slot, live in running.items()})
+                    yield from self._collect(running, all_rounds=False)
         finally:
+            self._readback.clear()
             for slot in range(self.state.slots):
                 self.state.retire(slot)
             self._busy = False
 
-    def _collect(
-        self, running: dict[int, Running], slots: list[int], first: bool = False
+    def _collect(self, running: dict[int, Running], all_rounds: bool) -> Iterator[tuple[int, Piece]]:
+        """Take over finished rounds; on a GPU the last one launched stays in flight unless `all_rounds`."""
+        while len(self._readback) > (0 if all_rounds else self._readback.lag):
+            tokens, reasons, owners = self._readback.pop()
+            for slot, index in owners.items():
+                # A slot may have ended, or changed hands, while the round was in flight.
+                if slot in running and running[slot].index == index:
+                    yield from self._take(running, slot, tokens, reasons)
+
+    def _take(
+        self, running: dict[int, Running], slot: int, tokens: list[list[int]], reasons: list[int], first: bool = False
     ) -> Iterator[tuple[int, Piece]]:
-        tokens, reasons = self.read(int(self.state.round) - 1)
-        for slot in slots:
-            live = running[slot]
-            piece = live.take(tokens[slot], reasons[slot], first)
-            if piece.completion is not None:
-                del running[slot]
-                self.state.retire(slot)
-                warn_if_nothing_accepted(piece.completion, self.config.draft.name)
-            yield live.index, piece
+        live = running[slot]
+        if not tokens[slot] and not first and reasons[slot] != RUNNING:
+            return
+        piece = live.take(tokens[slot], reasons[slot], first)
+        if piece.completion is not None:
+            del running[slot]
+            self.state.retire(slot)
+            warn_if_nothing_accepted(piece.completion, self.config.draft.name)
+        yield live.index, piece
 
 
 def target_folder(path: str, progress: Any = None) -> Path:

@@ -53,6 +53,7 @@ class DFlashDrafter:
         load_weights(model, folder, dtype=target.dtype, device=target.device)
         fuse_projections(model)
         model.prepare()
+        model.backend = target.backend
         self.model, self.target, self.published = model.eval(), target, published
         self.taps = published.target_layer_ids
         self.features = len(self.taps) * target.config.hidden_size

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from modelkit.attention import DensePlan
+from modelkit.backend import Plan, Reference
 from modelkit.cache import KVCache
 from modelkit.layers import Block, RMSNorm
 from modelkit.rope import rotary_angles, rotate
@@ -30,6 +30,7 @@ class DFlashModel(nn.Module):
         self.layers = nn.ModuleList(Block(model) for _ in range(model.num_hidden_layers))
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
         self.register_buffer("inverse_frequencies", None, persistent=False)
+        self.backend = Reference()
 
     inverse_frequencies: Tensor
 
@@ -74,15 +75,17 @@ class DFlashModel(nn.Module):
         Returns:
             [R, H] after the final norm.
         """
-        plans: dict[tuple[int | None, bool], DensePlan] = {}
-        x, angles = embedded, self._angles(rows.position)
+        plans: dict[tuple[int | None, bool], Plan] = {}
+        rope = self.config.model.rope
+        x = embedded
+        angles = self.backend.angles(self.inverse_frequencies, rope.attention_factor, rows.position, x.dtype)
         group = self.config.model.num_attention_heads // self.config.model.num_key_value_heads
         kinds = zip(self.config.model.windows, self.config.causal, strict=True)
         for index, (block, kind) in enumerate(zip(self.layers, kinds, strict=True)):
             if kind not in plans:
                 bits = None if kind[1] else bidirectional
-                plans[kind] = DensePlan.prepare(rows, cache, kind[0], group=group, dtype=x.dtype, ancestors=bits)
-            x = block(x, angles, plans[kind], cache, index)
+                plans[kind] = self.backend.plan(rows, cache, kind[0], group=group, dtype=x.dtype, ancestors=bits)
+            x = block(x, angles, plans[kind], self.backend, cache, index)
         normed: Tensor = self.norm(x)
         return normed
 

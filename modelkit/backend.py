@@ -1,0 +1,98 @@
+"""How a block's operations run: the plain-PyTorch reference, or kernels. One explicit choice a model, no fallback.
+
+A backend owns the parts of a layer that kernels fuse differently; the reference is the definition that every other one
+is compared with. Backends with kernels live in `modelkit/kernels` and are imported only when they are asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .attention import DensePlan
+from .cache import KVCache, LayerView
+from .rope import rotary_angles, rotate
+from .rows import Rows
+
+if TYPE_CHECKING:
+    from .layers import MLP, Attention, RMSNorm
+
+Angles = tuple[Tensor, Tensor]
+
+
+class Plan(Protocol):
+    """What layers of one kind share in a forward; made by `Backend.plan`."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerView | None, scale: float) -> Tensor:
+        """Attention of rows [R, Hq, D] over their context and their own slot's visible rows."""
+        ...
+
+
+class Reference:
+    """Plain PyTorch."""
+
+    name = "reference"
+
+    def plan(
+        self, rows: Rows, cache: KVCache | None, window: int | None, *, group: int, dtype: torch.dtype,
+        ancestors: Tensor | None = None,
+    ) -> Plan:  # fmt: skip
+        """Prepare attention; see `DensePlan.prepare`."""
+        return DensePlan.prepare(rows, cache, window, group=group, dtype=dtype, ancestors=ancestors)
+
+    def angles(self, inverse_frequencies: Tensor, scale: float, position: Tensor, dtype: torch.dtype) -> Angles:
+        """Cosines and sines of the rows, in whatever form `attention_input` wants."""
+        return rotary_angles(inverse_frequencies, scale, position, dtype)
+
+    def attention_input(
+        self, attention: Attention, x: Tensor, norm: RMSNorm, angles: Angles, cache: KVCache | None, layer: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Norm, projections, qk-norm and rotation of rows [R, H]; K/V also go to the cache's scratch.
+
+        Returns:
+            q [R, Hq, D], k and v [R, Hkv, D].
+        """
+        q, k, v = attention.project(norm(x))
+        q, k = rotate(q, *angles), rotate(k, *angles)
+        if cache is not None:
+            cache.write_scratch(layer, k, v)
+        return q, k, v
+
+    def attention_output(self, attention: Attention, mixed: Tensor, residual: Tensor) -> Tensor:
+        """Output projection of [R, Hq * D] added to the residual stream [R, H]."""
+        return residual + F.linear(mixed, attention.o_proj.weight, attention.o_proj.bias)
+
+    def commit(self, cache: KVCache, path: Tensor, count: Tensor) -> None:
+        """See `KVCache.commit`."""
+        cache.commit(path, count)
+
+    def mlp(self, mlp: MLP, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Residual stream [R, H] after the feed-forward."""
+        fed: Tensor = mlp(norm(x))
+        return x + fed
+
+
+def make_backend(name: str, device: torch.device) -> Reference:
+    """A backend by name.
+
+    Args:
+        name: "reference", "triton", or "auto": triton on CUDA devices, the reference elsewhere.
+        device: where the model lives.
+
+    Raises:
+        ValueError: an unknown name, or a backend that this device cannot run.
+    """
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "reference"
+    if name == "reference":
+        return Reference()
+    if name != "triton":
+        raise ValueError(f"unknown kernels '{name}'; known: auto, reference, triton")
+    if device.type != "cuda":
+        raise ValueError(f"kernels 'triton' need a CUDA device, the model is on '{device}'; use 'reference'")
+    from .kernels.backend import TritonBackend
+
+    return TritonBackend()

@@ -1,0 +1,114 @@
+"""The Triton backend: how a layer's operations map to kernels. What is not named here runs as the reference does."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..backend import Angles, Plan, Reference
+from ..cache import KVCache, LayerCache, LayerView
+from ..rows import Rows
+from .commit import commit_rows
+from .linear import one_row_linear
+from .rotary import rotary_store
+from .tree_attention import choose_splits, tree_attention
+
+if TYPE_CHECKING:
+    from ..layers import MLP, Attention, RMSNorm
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelPlan:
+    """Attention through `tree_attention`: masks stay bits, the context stays in its pages."""
+
+    rows: Rows
+    ancestors: Tensor
+    window: int
+    splits: int
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerView | None, scale: float) -> Tensor:
+        """See `DensePlan.attend`; a context is needed."""
+        assert layer is not None
+        rows = self.rows
+        out: Tensor = tree_attention(
+            q, k, v, layer.k, layer.v, layer.table, layer.length, rows.position, self.ancestors, rows.row_offset,
+            rows.width, scale, self.window, self.splits, None,
+        )  # fmt: skip
+        return out
+
+
+class TritonBackend(Reference):
+    """Kernels for CUDA devices."""
+
+    name = "triton"
+
+    def plan(
+        self, rows: Rows, cache: KVCache | None, window: int | None, *, group: int, dtype: torch.dtype,
+        ancestors: Tensor | None = None,
+    ) -> Plan:  # fmt: skip
+        """Nothing to prepare but the split count; a forward without a cache (`score`) runs densely."""
+        if cache is None or rows.width > 160:  # a prefill chunk is bound by arithmetic, not by the context's bytes
+            return super().plan(rows, cache, window, group=group, dtype=dtype, ancestors=ancestors)
+        first = cache.layers[0]
+        assert isinstance(first, LayerCache)
+        splits = choose_splits(rows.count, rows.width, rows.slots, first.k.shape[1], group, cache.capacity)
+        bits = rows.ancestors if ancestors is None else ancestors
+        return KernelPlan(rows=rows, ancestors=bits, window=window or 0, splits=splits)
+
+    def angles(self, inverse_frequencies: Tensor, scale: float, position: Tensor, dtype: torch.dtype) -> Angles:
+        """fp32 [R, D / 2], one cosine and sine a pair of dimensions."""
+        angle = position.float()[:, None] * inverse_frequencies[None, :]
+        return angle.cos() * scale, angle.sin() * scale
+
+    def attention_input(
+        self, attention: Attention, x: Tensor, norm: RMSNorm, angles: Angles, cache: KVCache | None, layer: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One kernel behind the projection does qk-norm, rotation and the scratch write."""
+        projection = attention.qkv_proj
+        assert projection is not None, "kernels need fused projections"
+        if x.shape[0] == 1 and projection.bias is None:
+            qkv = one_row_linear(x, projection.weight, norm.weight, None, norm.eps, False)
+        else:
+            qkv = projection(norm(x))
+        rows = x.shape[0]
+        if cache is None:
+            shape = (rows, attention.kv_heads, attention.dim)
+            k, v = x.new_empty(shape), x.new_empty(shape)
+        else:
+            stored = cache.layers[layer]
+            assert isinstance(stored, LayerCache)
+            k, v = stored.scratch_k, stored.scratch_v
+        q_norm = None if attention.q_norm is None else attention.q_norm.weight
+        k_norm = None if attention.k_norm is None else attention.k_norm.weight
+        q: Tensor = rotary_store(qkv, *angles, q_norm, k_norm, norm.eps, k, v, attention.heads)
+        return q, k[:rows], v[:rows]
+
+    def attention_output(self, attention: Attention, mixed: Tensor, residual: Tensor) -> Tensor:
+        """One row: projection and residual in one kernel."""
+        if mixed.shape[0] == 1 and attention.o_proj.bias is None:
+            out: Tensor = one_row_linear(mixed, attention.o_proj.weight, None, residual, 0.0, False)
+            return out
+        return super().attention_output(attention, mixed, residual)
+
+    def commit(self, cache: KVCache, path: Tensor, count: Tensor) -> None:
+        """All layers in one launch."""
+        page, offset = cache.destination(count, path.shape[1])
+        step = torch.arange(path.shape[1], device=path.device)
+        row = torch.where(step < count[:, None], path, -1)
+        first = cache.layers[0]
+        assert isinstance(first, LayerCache)
+        commit_rows(cache.committed, cache.addresses(), row, page, offset, first.k, first.scratch_k)
+        cache.advance(count)
+
+    def mlp(self, mlp: MLP, x: Tensor, norm: RMSNorm) -> Tensor:
+        """One row: two kernels for norm, gate, up, SwiGLU, down and residual."""
+        both = mlp.gate_up_proj
+        assert both is not None, "kernels need fused projections"
+        if x.shape[0] == 1 and both.bias is None:
+            inner = one_row_linear(x, both.weight, norm.weight, None, norm.eps, True)
+            out: Tensor = one_row_linear(inner, mlp.down_proj.weight, None, x, 0.0, False)
+            return out
+        return super().mlp(mlp, x, norm)

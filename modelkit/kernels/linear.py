@@ -1,0 +1,100 @@
+"""Linear layers for one row: each weight is read once, at bandwidth, with the neighbours' work folded in.
+
+y = f(norm(x) @ W.T) + residual, one kernel: the RMS norm of x as a prologue (each program sums the squares of the row it
+multiplies anyway), SwiGLU over the two halves of W or the residual's addition as an epilogue.
+Bound: bytes of W over the memory's bandwidth. Several rows go through cuBLAS, which is faster there (docs/notebook.md).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+
+@triton.jit
+def _one_row_kernel(
+    x_ptr, w_ptr, norm_ptr, residual_ptr, y_ptr, n_out,
+    eps: tl.constexpr, K: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    n_in = n < n_out
+    w_tile = w_ptr + tl.where(n_in, n, 0)[:, None].to(tl.int64) * K + k[None, :]
+    up_tile = w_tile + n_out * K
+    acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    acc_up = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    squares = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if K % BLOCK_K == 0:
+            w = tl.load(w_tile + start, eviction_policy="evict_first")
+            x = tl.load(x_ptr + start + k).to(tl.float32)
+        else:
+            inside = k + start < K
+            w = tl.load(w_tile + start, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            squares += x * x
+            if K % BLOCK_K == 0:
+                x = x * tl.load(norm_ptr + start + k).to(tl.float32)
+            else:
+                x = x * tl.load(norm_ptr + start + k, mask=k + start < K, other=0.0).to(tl.float32)
+        acc += w.to(tl.float32) * x[None, :]
+        if SWIGLU:
+            if K % BLOCK_K == 0:
+                up = tl.load(up_tile + start, eviction_policy="evict_first")
+            else:
+                up = tl.load(up_tile + start, mask=(k + start < K)[None, :], other=0.0, eviction_policy="evict_first")
+            acc_up += up.to(tl.float32) * x[None, :]
+    y = tl.sum(acc, 1)
+    gain = 1.0
+    if HAS_NORM:
+        gain = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        y = y * gain
+    if SWIGLU:
+        y = y / (1.0 + tl.exp(-y)) * (tl.sum(acc_up, 1) * gain)
+    if HAS_RESIDUAL:
+        y += tl.load(residual_ptr + n, mask=n_in, other=0.0).to(tl.float32)
+    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n_in)
+
+
+# (weights of a program, columns a step, warps) by columns of W; measured on an H200, docs/notebook.md.
+def tile(n_out: int, k: int) -> tuple[int, int, int]:
+    """Block sizes of a launch."""
+    if n_out * k < 4_000_000:  # small layers: latency, not bandwidth
+        return (4, 1024, 4) if k % 1024 == 0 else (4, 512, 2)
+    if k % 2048 == 0 and n_out <= 4096:
+        return (4, 2048, 4)
+    return (4, 512, 2)
+
+
+@triton_op("flashtree::one_row_linear", mutates_args=())
+def one_row_linear(
+    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, swiglu: bool
+) -> Tensor:
+    """y = f(norm(x) @ weight.T) + residual for one row.
+
+    Args:
+        x: [1, K].
+        weight: [N, K] contiguous; with `swiglu` the gate's rows, then the up projection's, [2 N, K].
+        norm: RMS norm weight [K] applied to x first, or None.
+        residual: [1, N] added at the end, or None.
+        eps: of the norm.
+        swiglu: silu(gate) * up.
+
+    Returns:
+        [1, N].
+    """
+    k = x.shape[1]
+    n_out = weight.shape[0] // 2 if swiglu else weight.shape[0]
+    y = torch.empty(1, n_out, dtype=x.dtype, device=x.device)
+    n, step, warps = tile(n_out, k)
+    wrap_triton(_one_row_kernel)[(triton.cdiv(n_out, n),)](
+        x, weight, weight if norm is None else norm, x if residual is None else residual, y, n_out,
+        eps=eps, K=k, HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None, SWIGLU=swiglu,
+        BLOCK_N=n, BLOCK_K=step, STAGES=1, num_warps=warps,
+    )  # fmt: skip
+    return y

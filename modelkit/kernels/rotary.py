@@ -1,0 +1,83 @@
+"""qk-norm, rotary embedding and the scratch write of fresh K/V, one launch for all heads of all rows."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+
+@triton.jit
+def _rotary_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_ptr, k_ptr, v_ptr, qkv_stride,
+    eps: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    half: tl.constexpr = D // 2
+    i = tl.arange(0, BLOCK)
+    inside = i < half
+    source = qkv_ptr + row * qkv_stride + head * D
+    low = tl.load(source + i, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + half + i, mask=inside, other=0.0).to(tl.float32)
+    if head >= HQ + HKV:
+        out = v_ptr + (row * HKV + head - HQ - HKV) * D
+    else:
+        is_query = head < HQ
+        if HAS_NORM:
+            gain = tl.rsqrt(tl.sum(low * low + high * high, 0) / D + eps)
+            # As the reference: normalised, rounded, then weighted.
+            low = (low * gain).to(qkv_ptr.dtype.element_ty).to(tl.float32)
+            high = (high * gain).to(qkv_ptr.dtype.element_ty).to(tl.float32)
+            weight = tl.where(is_query, q_norm_ptr.to(tl.int64), k_norm_ptr.to(tl.int64))
+            weight = weight.to(q_norm_ptr.dtype)
+            low = low * tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+            high = high * tl.load(weight + half + i, mask=inside, other=0.0).to(tl.float32)
+            low = low.to(qkv_ptr.dtype.element_ty).to(tl.float32)
+            high = high.to(qkv_ptr.dtype.element_ty).to(tl.float32)
+        cos = tl.load(cos_ptr + row * half + i, mask=inside, other=0.0)
+        sin = tl.load(sin_ptr + row * half + i, mask=inside, other=0.0)
+        turned = low * cos - high * sin
+        high = high * cos + low * sin
+        low = turned
+        if is_query:
+            out = q_ptr + (row * HQ + head) * D
+        else:
+            out = k_ptr + (row * HKV + head - HQ) * D
+    tl.store(out + i, low.to(qkv_ptr.dtype.element_ty), mask=inside)
+    tl.store(out + half + i, high.to(qkv_ptr.dtype.element_ty), mask=inside)
+
+
+@triton_op("flashtree::rotary_store", mutates_args={"scratch_k", "scratch_v"})
+def rotary_store(
+    qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+    scratch_k: Tensor, scratch_v: Tensor, heads: int,
+) -> Tensor:  # fmt: skip
+    """Split qkv into heads, norm and rotate q and k, write k and v to the scratch.
+
+    Args:
+        qkv: [R, (Hq + 2 Hkv) * D].
+        cos: fp32 [R, D / 2], with sin the angles of the rows.
+        sin: fp32 [R, D / 2].
+        q_norm: [D] or None, with k_norm the per-head norms.
+        k_norm: [D] or None.
+        eps: of the norms.
+        scratch_k: [>= R, Hkv, D], written in rows 0..R-1.
+        scratch_v: likewise.
+        heads: Hq.
+
+    Returns:
+        q [R, Hq, D].
+    """
+    rows = qkv.shape[0]
+    kv_heads, dim = scratch_k.shape[1:]
+    q = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    unused = qkv if q_norm is None else q_norm
+    wrap_triton(_rotary_kernel)[(rows, heads + 2 * kv_heads)](
+        qkv, cos, sin, unused, unused if k_norm is None else k_norm, q, scratch_k, scratch_v, qkv.stride(0),
+        eps=eps, HQ=heads, HKV=kv_heads, D=dim, BLOCK=triton.next_power_of_2(dim // 2), HAS_NORM=q_norm is not None,
+        num_warps=1,
+    )  # fmt: skip
+    return q

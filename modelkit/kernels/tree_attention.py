@@ -1,0 +1,494 @@
+"""Tree attention over flat rows: split over the context, each context byte read from device memory once (Triton).
+
+The meaning is `modelkit.attention.DensePlan.attend`, with one softmax over the context and the slot's own rows, plus
+optional attention sinks. Knows rows, the block table and committed lengths; knows no cache object, model or plan.
+
+How it works. The rows of a slot times the G query heads of a KV head are one list of query vectors, cut into tiles of
+`block_m`. A program takes one tile, one KV head and one of `splits` contiguous ranges of key blocks; the blocks are
+those of the context, then those of the slot's rows, and every range is as long as the next one, to within a block. The
+tiles of a slot that read the same keys lie next to each other in the grid, so that only the first read leaves the L2.
+Slot, length, window and range come from device memory; the grid depends on host constants only. Partial results
+(unnormalised sums, running maximum, denominator) are combined by a second kernel. Split-KV attention: Dao et al.,
+"Flash-Decoding for long-context inference" (2023).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+LOWEST = tl.constexpr(-1.0e30)  # finite, so that a row which sees nothing in a range makes no NaN
+LOG2E = tl.constexpr(math.log2(math.e))
+MAX_SPLITS = 128
+KEYS_PER_SPLIT = 8192  # a full slot is cut at least this fine, whatever else keeps the GPU busy
+
+
+class Tile(NamedTuple):
+    """What a program works on: host constants.
+
+    Attributes:
+        block_m: query vectors.
+        block_n: keys a step.
+        block_d: head dim, padded to a power of two.
+        warps, stages: Triton's num_warps, and loads in flight of the context loop.
+        min_blocks: key blocks a range has at least (fewer ranges are used for a short context).
+        per_sm: programs that fit a multiprocessor at once.
+    """
+
+    block_m: int
+    block_n: int
+    block_d: int
+    warps: int
+    stages: int
+    min_blocks: int
+    per_sm: int
+
+
+def choose_tile(R: int, width: int, slots: int, G: int, head_dim: int, itemsize: int = 2) -> Tile:
+    """Tile for R rows of `slots` slots, up to `width` rows each, with G query heads a KV head."""
+    vectors = width * G
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    if itemsize > 2:  # fp32 is for tests: small tiles, so that any head dim fits
+        return Tile(16 if vectors <= 16 else 32, 32, block_d, 4, 1, 1, 1)
+    if vectors <= 64:
+        block_m = max(16, triton.next_power_of_2(vectors))
+    else:  # 128 unless it pads more than 64 does
+        block_m = 128 if triton.cdiv(vectors, 128) * 128 <= triton.cdiv(vectors, 64) * 64 else 64
+    # Among many slots that step plainly, the few that draft take several tiles.
+    block_m = min(block_m, max(16, triton.next_power_of_2(2 * triton.cdiv(R * G, slots))))
+    if block_d > 128:
+        return Tile(16, 32, block_d, 4, 3, 1, 2) if block_m == 16 else Tile(min(block_m, 64), 32, block_d, 8, 2, 1, 1)
+    if block_m == 128:
+        return Tile(128, 64, block_d, 8, 3, 2, 1)
+    if block_m == 64:
+        return Tile(64, 64, block_d, 4, 3, 2, 2)
+    return Tile(block_m, 64, block_d, 4, 4, 1, 2)
+
+
+def tile_count(R: int, width: int, slots: int, group: int, block_m: int) -> int:
+    """Most tiles that the rows of all slots can need: exactly ceil(R * G / block_m) for one slot."""
+    return min((R * group + slots * (block_m - 1)) // block_m, slots * -(-width * group // block_m))
+
+
+def choose_splits(
+    R: int,
+    width: int,
+    slots: int,
+    Hkv: int,
+    G: int,
+    capacity: int,
+    sms: int = 132,
+    *,
+    head_dim: int = 128,
+    window: int = 0,
+    itemsize: int = 2,
+) -> int:
+    """Ranges to split the keys into: as many as one wave of programs holds, from host constants.
+
+    Args:
+        R: rows of the forward, padding included.
+        width: most rows of one slot.
+        slots: S.
+        Hkv: KV heads.
+        G: query heads a KV head.
+        capacity: most committed positions of a slot.
+        sms: multiprocessors of the GPU.
+        head_dim: D.
+        window: of the layer, 0 for none.
+        itemsize: bytes an element.
+    """
+    tile = choose_tile(R, width, slots, G, head_dim, itemsize)
+    programs = tile_count(R, width, slots, G, tile.block_m) * Hkv
+    keys = min(capacity, window + width) if window else capacity
+    blocks = -(-keys // tile.block_n) + -(-width // tile.block_n)
+    fill = max(1, sms * tile.per_sm // programs)
+    below = 1 << (fill.bit_length() - 1)
+    if fill < below * 9 // 8:  # the combine kernel pads to a power of two
+        fill = below
+    return max(1, min(max(fill, -(-keys // KEYS_PER_SPLIT)), blocks, MAX_SPLITS))
+
+
+@triton.jit
+def _find_tile(tile, starts, ends, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_SLOTS: tl.constexpr):
+    """Slot of a tile (BLOCK_SLOTS if it has none), its number there, the slot's first row and number of rows.
+
+    It takes loaded values: given the pointer, torch's analysis of mutated arguments would hold `row_offset` for written
+    and copy it at every call.
+    """
+    slots = tl.arange(0, BLOCK_SLOTS)
+    tiles = ((ends - starts) * GROUP + BLOCK_M - 1) // BLOCK_M
+    before = tl.cumsum(tiles, 0) - tiles
+    owns = (before <= tile) & (tile < before + tiles)
+    slot = tl.min(tl.where(owns, slots, BLOCK_SLOTS), 0)
+    local = tile - tl.sum(tl.where(owns, before, 0), 0)
+    start = tl.sum(tl.where(owns, starts, 0), 0)
+    count = tl.sum(tl.where(owns, ends - starts, 0), 0)
+    return slot, local, start, count
+
+
+@triton.jit
+def _context_offset(
+    block, first_page, table_row, head, committed,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Where the keys of one context block begin in the pages, int64 [BLOCK_N]."""
+    lane = tl.arange(0, BLOCK_N)
+    if PAGES == 1:
+        page = first_page
+        inner = block * BLOCK_N + lane
+    elif PAGE % BLOCK_N == 0:
+        page = tl.load(table_row + (block * BLOCK_N) // PAGE)
+        inner = (block * BLOCK_N) % PAGE + lane
+    else:
+        key = block * BLOCK_N + lane
+        page = tl.load(table_row + key // PAGE, mask=key < committed, other=0)
+        inner = key % PAGE
+    return page * (KV_HEADS * PAGE * DIM) + (head * PAGE + inner) * DIM
+
+
+@triton.jit
+def _load_rows(
+    pointer, offset, inside, DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr
+):
+    """Vectors [N, BLOCK_D] at element offsets [N]; zeros beyond DIM and, if MASKED, where not `inside` [N]."""
+    dim = tl.arange(0, BLOCK_D)
+    at = pointer + offset[:, None] + dim[None, :]
+    if MASKED:
+        if DIM == BLOCK_D:
+            return tl.load(at, mask=inside[:, None], other=0.0, eviction_policy=EVICT)
+        else:
+            return tl.load(at, mask=inside[:, None] & (dim < DIM)[None, :], other=0.0, eviction_policy=EVICT)
+    else:
+        if DIM == BLOCK_D:
+            return tl.load(at, eviction_policy=EVICT)
+        else:
+            return tl.load(at, mask=(dim < DIM)[None, :], other=0.0, eviction_policy=EVICT)
+
+
+@triton.jit
+def _update(
+    q, k, v, seen, acc, top, total, SCALE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """One step of the online softmax, in base 2; SCALE is positive and holds log2(e)."""
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if MASKED:
+        score = tl.where(seen, score, float("-inf"))
+    new = tl.maximum(top, tl.max(score, 1) * SCALE)
+    weight = tl.exp2(score * SCALE - new[:, None])
+    keep = tl.exp2(top - new)
+    total = total * keep + tl.sum(weight, 1)
+    acc = tl.dot(weight.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
+    return acc, new, total
+
+
+@triton.jit
+def _attend_context(
+    first, last, query, where, k_pages, v_pages, table_row, first_page, head, committed, acc, top, total,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, WINDOW: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVICT: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Context blocks first .. last - 1; only if MASKED may they reach past the committed length or the window."""
+    for block in tl.range(first, last, num_stages=STAGES):
+        offset = _context_offset(block, first_page, table_row, head, committed, KV_HEADS, DIM, PAGE, PAGES, BLOCK_N)
+        key = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = key < committed
+        keys = _load_rows(k_pages, offset, inside, DIM, BLOCK_D, MASKED, EVICT)
+        values = _load_rows(v_pages, offset, inside, DIM, BLOCK_D, MASKED, EVICT)
+        seen = inside[None, :]
+        if WINDOW > 0:
+            seen = seen & (where[:, None] - key[None, :] < WINDOW)
+        acc, top, total = _update(query, keys, values, seen, acc, top, total, SCALE, MASKED, PRECISION)
+    return acc, top, total
+
+
+@triton.jit
+def _attend_rows(
+    first, last, query, where, own, inside, row, start, count, k, v, position, ancestors, head, acc, top, total,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, WORDS: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Blocks first .. last - 1 of the slot's own rows: ancestors and self."""
+    for block in tl.range(first, last, num_stages=1):
+        lane = tl.arange(0, BLOCK_N)
+        other = block * BLOCK_N + lane  # row within the slot
+        offset = ((start + other) * KV_HEADS + head) * DIM
+        keys = _load_rows(k, offset, other < count, DIM, BLOCK_D, True, "")
+        values = _load_rows(v, offset, other < count, DIM, BLOCK_D, True, "")
+        bits = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+        for i in tl.static_range(BLOCK_N // 32):
+            index = block * (BLOCK_N // 32) + i
+            word = tl.load(ancestors + row * WORDS + index, mask=inside & (index < WORDS), other=0)
+            bits = tl.where((lane // 32 == i)[None, :], word[:, None], bits)
+        seen = ((bits >> (lane % 32)[None, :]) & 1) != 0
+        if WINDOW > 0:
+            there = tl.load(position + start + other, mask=other < count, other=0).to(tl.int32)
+            seen = seen & (tl.abs(where[:, None] - there[None, :]) < WINDOW)
+        seen = (seen | (other[None, :] == own[:, None])) & (other < count)[None, :]
+        acc, top, total = _update(query, keys, values, seen, acc, top, total, SCALE, True, PRECISION)
+    return acc, top, total
+
+
+@triton.jit
+def _attend_kernel(
+    q, k, v, k_pages, v_pages, table, length, position, ancestors, row_offset, sinks, out, partial, stats,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    PAGE: tl.constexpr, PAGES: tl.constexpr, WORDS: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, STAGES: tl.constexpr, MIN_BLOCKS: tl.constexpr, ONE_TILE: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr, BLOCK_GROUP: tl.constexpr,
+):  # fmt: skip
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    PRECISION: tl.constexpr = "ieee" if q.dtype.element_ty == tl.float32 else "tf32"
+    # Partial sums are rewritten by every layer: leave them the L2, unless other tiles read the same context.
+    EVICT: tl.constexpr = "evict_first" if ONE_TILE else ""
+    dim = tl.arange(0, BLOCK_D)
+
+    if SPLITS == 1:  # no combine kernel: padding rows get their zeros here
+        member = tl.arange(0, BLOCK_GROUP)
+        group = (member < GROUP)[:, None] & (dim < DIM)[None, :]
+        used = tl.load(row_offset + SLOTS).to(tl.int32)
+        for padding in range(used + tile, ROWS, tl.num_programs(0)):
+            place = (padding * HEADS + head * GROUP + member)[:, None] * DIM + dim[None, :]
+            tl.store(out + place, tl.zeros([BLOCK_GROUP, BLOCK_D], out.dtype.element_ty), mask=group)
+
+    if SLOTS == 1:
+        slot, local = 0, tile
+        start = tl.load(row_offset).to(tl.int32)
+        count = tl.load(row_offset + 1).to(tl.int32) - start
+    else:
+        lanes = tl.arange(0, BLOCK_SLOTS)
+        starts = tl.load(row_offset + lanes, mask=lanes < SLOTS, other=0).to(tl.int32)
+        ends = tl.load(row_offset + lanes + 1, mask=lanes < SLOTS, other=0).to(tl.int32)
+        slot, local, start, count = _find_tile(tile, starts, ends, GROUP, BLOCK_M, BLOCK_SLOTS)
+    if local * BLOCK_M >= count * GROUP:  # no slot needs this tile
+        return
+
+    vector = local * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = vector < count * GROUP
+    own = vector // GROUP  # row within the slot
+    row = start + own
+    vector = row * HEADS + head * GROUP + vector % GROUP  # index among all [R * Hq]
+
+    committed = tl.load(length + slot).to(tl.int32)
+    context = (committed + BLOCK_N - 1) // BLOCK_N
+    oldest = 0
+    where = row  # only with a window
+    if WINDOW > 0:
+        where = tl.load(position + row, mask=inside, other=2**31 - 1).to(tl.int32)
+        oldest = tl.minimum(tl.maximum(tl.min(where, 0) - WINDOW + 1, 0) // BLOCK_N, context)
+    blocks = context - oldest + (count + BLOCK_N - 1) // BLOCK_N
+    ranges = tl.minimum(SPLITS, (blocks + MIN_BLOCKS - 1) // MIN_BLOCKS)
+    begin = oldest + blocks * split // ranges
+    end = oldest + blocks * (split + 1) // ranges
+    at_stats = split * (ROWS * HEADS) + vector
+    if SPLITS > 1:  # noqa: SIM102 - a branch of the compiler's around one of the device's
+        if split >= ranges:  # nothing to do: no sum is written, and none is read
+            tl.store(stats + at_stats, tl.full([BLOCK_M], LOWEST, tl.float32), mask=inside)
+            tl.store(stats + SPLITS * ROWS * HEADS + at_stats, tl.zeros([BLOCK_M], tl.float32), mask=inside)
+            return
+
+    query = _load_rows(q, vector * DIM, inside, DIM, BLOCK_D, True, "")
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    table_row = table + slot * PAGES
+    first_page = tl.load(table_row)
+
+    full = 0  # blocks below this one need no mask
+    if WINDOW == 0:
+        full = committed // BLOCK_N
+        acc, top, total = _attend_context(
+            begin, tl.minimum(end, full), query, where, k_pages, v_pages, table_row, first_page, head, committed,
+            acc, top, total, KV_HEADS, DIM, PAGE, PAGES, WINDOW, SCALE, BLOCK_N, BLOCK_D, EVICT, PRECISION,
+            MASKED=False, STAGES=STAGES,
+        )  # fmt: skip
+    acc, top, total = _attend_context(
+        tl.maximum(begin, full), tl.minimum(end, context), query, where, k_pages, v_pages, table_row, first_page,
+        head, committed, acc, top, total, KV_HEADS, DIM, PAGE, PAGES, WINDOW, SCALE, BLOCK_N, BLOCK_D, EVICT, PRECISION,
+        MASKED=True, STAGES=STAGES if WINDOW > 0 else 1,
+    )  # fmt: skip
+    acc, top, total = _attend_rows(
+        tl.maximum(begin, context) - context, tl.maximum(end, context) - context, query, where, own, inside, row, start,
+        count, k, v, position, ancestors, head, acc, top, total, KV_HEADS, DIM, WORDS, WINDOW, SCALE, BLOCK_M, BLOCK_N,
+        BLOCK_D, PRECISION,
+    )  # fmt: skip
+
+    cover = inside[:, None] & (dim < DIM)[None, :]
+    at = vector[:, None] * DIM + dim[None, :]
+    if SPLITS == 1:
+        if HAS_SINKS:
+            sink = tl.load(sinks + vector % HEADS, mask=inside, other=0.0) * LOG2E
+            new = tl.maximum(top, sink)
+            keep = tl.exp2(top - new)
+            total = total * keep + tl.exp2(sink - new)
+            acc = acc * keep[:, None]
+        tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=cover)
+    else:
+        tl.store(stats + at_stats, top, mask=inside)
+        tl.store(stats + SPLITS * ROWS * HEADS + at_stats, total, mask=inside)
+        tl.store(partial + split.to(tl.int64) * (ROWS * HEADS * DIM) + at, acc, mask=cover)
+
+
+@triton.jit
+def _combine_kernel(
+    partial, stats, row_offset, sinks, out,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    vector = tl.program_id(0)
+    dim = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    split = tl.arange(0, BLOCK_S)
+    used = vector // HEADS < tl.load(row_offset + SLOTS)
+    at = split * (ROWS * HEADS) + vector
+    top = tl.load(stats + at, mask=used & (split < SPLITS), other=LOWEST)
+    total = tl.load(stats + SPLITS * ROWS * HEADS + at, mask=used & (split < SPLITS), other=0.0)
+    live = total != 0  # the others have written no sum
+    highest = tl.max(top, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + vector % HEADS) * LOG2E
+        highest = tl.maximum(highest, sink)
+    weight = tl.where(live, tl.exp2(top - highest), 0.0)
+    whole = tl.sum(weight * total, 0)
+    if HAS_SINKS:
+        whole += tl.exp2(sink - highest)
+    whole = tl.where(used, whole, 1.0)
+    cover = live[:, None] & (dim < DIM)[None, :]
+    sums = tl.load(partial + at[:, None].to(tl.int64) * DIM + dim[None, :], mask=cover, other=0.0)
+    result = tl.sum(sums * weight[:, None], 0) / whole
+    tl.store(out + vector * DIM + dim, result.to(out.dtype.element_ty), mask=dim < DIM)
+
+
+@triton_op("modelkit::tree_attention", mutates_args={})
+def _tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: Tensor,
+    length: Tensor,
+    position: Tensor,
+    ancestors: Tensor,
+    row_offset: Tensor,
+    width: int,
+    scale: float,
+    window: int,
+    splits: int,
+    sinks: Tensor | None,
+) -> Tensor:
+    R, Hq, D = q.shape
+    Hkv, page = k_pages.shape[1], k_pages.shape[2]
+    slots, group = row_offset.shape[0] - 1, Hq // Hkv
+    tile = choose_tile(R, width, slots, group, D, q.element_size())
+    tiles = tile_count(R, width, slots, group, tile.block_m)
+    # Triton gives the page numbers, which the addresses depend on, every other stage.
+    stages = tile.stages if table.shape[1] == 1 else 2 * tile.stages - 1
+    out = torch.empty((R, Hq, D), dtype=q.dtype, device=q.device)
+    partial = stats = q  # not touched with one range
+    if splits > 1:
+        partial = torch.empty((splits, R * Hq, D), dtype=torch.float32, device=q.device)
+        stats = torch.empty((2, splits, R * Hq), dtype=torch.float32, device=q.device)
+    wrap_triton(_attend_kernel)[(tiles, Hkv, splits)](
+        q, k, v, k_pages, v_pages, table, length, position, ancestors, row_offset, q if sinks is None else sinks,
+        out, partial, stats,
+        ROWS=R, SLOTS=slots, KV_HEADS=Hkv, GROUP=group, DIM=D, PAGE=page, PAGES=table.shape[1],
+        WORDS=ancestors.shape[1], WINDOW=window, SCALE=scale * math.log2(math.e), SPLITS=splits,
+        HAS_SINKS=sinks is not None, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=tile.block_d,
+        STAGES=stages, MIN_BLOCKS=tile.min_blocks, ONE_TILE=width * group <= tile.block_m,
+        BLOCK_SLOTS=triton.next_power_of_2(slots), BLOCK_GROUP=triton.next_power_of_2(group), num_warps=tile.warps,
+    )  # fmt: skip
+    if splits > 1:
+        block_s = triton.next_power_of_2(splits)
+        block_c = min(tile.block_d, max(32, 4096 // block_s))
+        wrap_triton(_combine_kernel)[(R * Hq, tile.block_d // block_c)](
+            partial, stats, row_offset, q if sinks is None else sinks, out,
+            ROWS=R, SLOTS=slots, HEADS=Hq, DIM=D, SPLITS=splits, HAS_SINKS=sinks is not None,
+            BLOCK_S=block_s, BLOCK_C=block_c, num_warps=max(1, min(4, block_s * block_c // 1024)),
+        )  # fmt: skip
+    return out
+
+
+def tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: Tensor,
+    length: Tensor,
+    position: Tensor,
+    ancestors: Tensor,
+    row_offset: Tensor,
+    width: int,
+    scale: float,
+    window: int = 0,
+    splits: int = 1,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention output of every row: `DensePlan.attend`, in one pass over the context.
+
+    Args:
+        q: [R, Hq, D], bf16, fp16 or fp32, rotated.
+        k: [R, Hkv, D], the rows' own keys, rotated.
+        v: [R, Hkv, D], their values.
+        k_pages: [P, Hkv, page_size, D], the context's keys.
+        v_pages: [P, Hkv, page_size, D], its values.
+        table: int64 [S + 1, pages a slot].
+        length: int64 [S + 1], committed positions.
+        position: int64 [R], read with a window only.
+        ancestors: int32 [R, W], bit j: sees row `row_offset[slot] + j`. A row sees itself whatever its bits say.
+        row_offset: int64 [S + 1]; rows from `row_offset[S]` on are padding.
+        width: most rows of one slot.
+        scale: softmax scale, positive.
+        window: keys at a distance of `window` positions or more are hidden; 0 sees all.
+        splits: ranges the keys are split into, see `choose_splits`; 1 needs no second kernel.
+        sinks: fp32 [Hq], logits that count in the softmax's denominator only.
+
+    Returns:
+        [R, Hq, D], contiguous, of q's dtype; zeros in padding rows.
+
+    Raises:
+        ValueError: arguments that the kernel would read wrongly.
+    """
+    R, Hq, D = q.shape
+    P, Hkv, page_size, _ = k_pages.shape
+    S = row_offset.shape[0] - 1
+    shapes = {
+        "k": (k, (R, Hkv, D), q.dtype), "v": (v, (R, Hkv, D), q.dtype),
+        "k_pages": (k_pages, (P, Hkv, page_size, D), q.dtype), "v_pages": (v_pages, (P, Hkv, page_size, D), q.dtype),
+        "table": (table, (S + 1, table.shape[1]), torch.int64), "length": (length, (S + 1,), torch.int64),
+        "position": (position, (R,), torch.int64), "ancestors": (ancestors, (R, ancestors.shape[1]), torch.int32),
+        "row_offset": (row_offset, (S + 1,), torch.int64),
+    }  # fmt: skip
+    if sinks is not None:
+        shapes["sinks"] = (sinks, (Hq,), torch.float32)
+    for name, (given, shape, dtype) in shapes.items():
+        if tuple(given.shape) != shape or given.dtype != dtype:
+            raise ValueError(f"{name} must be {dtype} {list(shape)}, got {given.dtype} {list(given.shape)}")
+    for name in ("k_pages", "v_pages", "table"):
+        if not shapes[name][0].is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {shapes[name][0].stride()}")
+    if Hq % Hkv:
+        raise ValueError(f"query heads must be a multiple of the {Hkv} KV heads, got {Hq}")
+    if Hkv * page_size * D >= 2**31:
+        raise ValueError(f"a page must hold fewer than 2^31 elements, got {Hkv} x {page_size} x {D}")
+    if not 1 <= width <= 32 * ancestors.shape[1]:
+        raise ValueError(f"width must be 1 to {32 * ancestors.shape[1]}, what the ancestor bits hold, got {width}")
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    if window < 0:
+        raise ValueError(f"window must be 0 (none) or more, got {window}")
+    if not 1 <= splits <= MAX_SPLITS:
+        raise ValueError(f"splits must be 1 to {MAX_SPLITS}, got {splits}")
+    small = [x.contiguous() for x in (q, k, v)]
+    rest = [length.contiguous(), position.contiguous(), ancestors.contiguous(), row_offset.contiguous()]
+    out: Tensor = _tree_attention(*small, k_pages, v_pages, table, *rest, width, scale, window, splits, sinks)
+    return out

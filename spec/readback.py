@@ -1,0 +1,68 @@
+"""Reading rounds late: tokens are copied to the host behind each round and looked at while the next one runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .state import RING, RoundState
+
+Owners = Mapping[int, int | None]
+
+
+class Readback:
+    """A queue of launched rounds whose tokens are on their way to the host.
+
+    Args:
+        state: the rounds' state; its ring must hold more rounds than are ever in flight.
+    """
+
+    def __init__(self, state: RoundState) -> None:
+        self._state = state
+        self._cuda = state.total.device.type == "cuda"
+        self.lag = 1 if self._cuda else 0
+        self._queue: deque[tuple[tuple[Tensor, ...], Any, Owners]] = deque()
+        self._pushed = 0
+        sources = (state.ring_token[0], state.ring_count[0], state.reason)
+        self._staging = [
+            tuple(torch.empty(s.shape, dtype=s.dtype, pin_memory=self._cuda) for s in sources) for _ in range(RING)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def push(self, owners: Owners) -> None:
+        """Queue the round (or prefill) that was launched last.
+
+        Args:
+            owners: slots that took part, with whatever tells their request.
+        """
+        state = self._state
+        entry = self._pushed % RING
+        assert len(self._queue) < RING - 1, "the ring would be overwritten before it is read"
+        staging = self._staging[entry]
+        sources = (state.ring_token[entry], state.ring_count[entry], state.reason)
+        for host, device in zip(staging, sources, strict=True):
+            host.copy_(device, non_blocking=True)
+        event = None
+        if self._cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._queue.append((staging, event, owners))
+        self._pushed += 1
+
+    def pop(self) -> tuple[list[list[int]], list[int], Owners]:
+        """The oldest queued round: tokens a slot, every slot's end reason just after it, and its owners."""
+        (token, count, reason), event, owners = self._queue.popleft()
+        if event is not None:
+            event.synchronize()
+        rows = [row[:n] for row, n in zip(token.tolist(), count.tolist(), strict=True)]
+        return rows, reason.tolist(), owners
+
+    def clear(self) -> None:
+        """Forget what is in flight."""
+        self._queue.clear()
