@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import DensePlan
 from .cache import KVCache, LayerView
+from .functional import linear
 from .rope import rotary_angles, rotate
 from .rows import Rows
 
@@ -63,7 +63,7 @@ class Reference:
 
     def attention_output(self, attention: Attention, mixed: Tensor, residual: Tensor) -> Tensor:
         """Output projection of [R, Hq * D] added to the residual stream [R, H]."""
-        return residual + F.linear(mixed, attention.o_proj.weight, attention.o_proj.bias)
+        return residual + linear(mixed, attention.o_proj)
 
     def commit(self, cache: KVCache, path: Tensor, count: Tensor) -> None:
         """See `KVCache.commit`."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .backend import Angles, Plan, Reference
 from .cache import KVCache
 from .config import ModelConfig
+from .functional import linear
 
 
 class RMSNorm(nn.Module):
@@ -64,10 +65,10 @@ class Attention(nn.Module):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Heads of rows [R, H] before rotation: q [R, Hq, D], k and v [R, Hkv, D]."""
         if self.qkv_proj is not None:
-            heads = self.qkv_proj(x).view(x.shape[0], -1, self.dim)
-            q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
+            heads = linear(x, self.qkv_proj).view(x.shape[0], -1, self.dim)
+            q, k, v = heads.tensor_split((self.heads, self.heads + self.kv_heads), 1)
         else:
-            q, k, v = (p(x).view(x.shape[0], -1, self.dim) for p in (self.q_proj, self.k_proj, self.v_proj))
+            q, k, v = (linear(x, p).view(x.shape[0], -1, self.dim) for p in (self.q_proj, self.k_proj, self.v_proj))
         return self._normed(q, self.q_norm), self._normed(k, self.k_norm), v
 
     def project_context(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,11 +122,10 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Rows [R, H] -> [R, H]."""
         if self.gate_up_proj is not None:
-            gate, up = self.gate_up_proj(x).chunk(2, -1)
+            gate, up = linear(x, self.gate_up_proj).chunk(2, -1)
         else:
-            gate, up = self.gate_proj(x), self.up_proj(x)
-        mixed: Tensor = self.down_proj(F.silu(gate) * up)
-        return mixed
+            gate, up = linear(x, self.gate_proj), linear(x, self.up_proj)
+        return linear(F.silu(gate) * up, self.down_proj)
 
 
 class Block(nn.Module):

@@ -203,7 +203,7 @@ def load_model(
 
 
 def random_weights(module: nn.Module, *, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-    """Fill a meta module's parameters with noise of a trained model's size: matrices 1 / sqrt(columns), norms about 1."""
+    """Fill a meta module with noise of a trained model's size: matrices 1 / sqrt(columns), norms about 1."""
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in list(module.named_parameters()):
         filled = torch.empty(parameter.shape, dtype=dtype, device=device)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .backend import Reference
 from .cache import KVCache
 from .config import ModelConfig
+from .functional import linear, soft_cap
 from .layers import Block, RMSNorm
 from .rows import Rows, chain
 
@@ -105,7 +105,7 @@ class Transformer(nn.Module):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [.., V] of normed hidden states [.., H], soft-capped where the config says so."""
-        return soft_cap(F.linear(hidden, self.lm_head.weight), self.config.final_logit_softcapping)
+        return soft_cap(linear(hidden, self.lm_head), self.config.final_logit_softcapping)
 
     @torch.no_grad()
     def score(self, token_ids: Tensor) -> Tensor:
@@ -134,8 +134,3 @@ class Transformer(nn.Module):
             token=token_ids.to(self.device).long(), start=start, count=start + length, rows=batch * length, bound=0
         )
         return self.head(self(rows, None).hidden).view(batch, length, -1)
-
-
-def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(logits / cap), or the logits themselves."""
-    return logits if cap is None else cap * torch.tanh(logits / cap)

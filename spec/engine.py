@@ -29,9 +29,9 @@ from sampling import SAMPLERS, NodeContext
 
 from .config import GenerateConfig, load_config
 from .draft import DRAFTERS
+from .readback import Readback
 from .requests import Completion, Piece, Request, Settings, prepare
 from .running import Running
-from .readback import Readback
 from .state import RUNNING, RoundState
 from .text import Prompt, load_tokenizer
 from .tree import TREES

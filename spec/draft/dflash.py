@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from modelkit.functional import soft_cap
 from modelkit.layers import fuse_projections
 from modelkit.loading import build_on_meta, load_weights
-from modelkit.model import Transformer, soft_cap
+from modelkit.model import Transformer
 
 from ..state import RoundState
 from ..types import Proposal
