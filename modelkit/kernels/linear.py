@@ -1,7 +1,7 @@
 """Linear layers for one row: each weight is read once, at bandwidth, with the neighbours' work folded in.
 
-y = f(norm(x) @ W.T) + residual, one kernel: the RMS norm of x as a prologue (each program sums the squares of the row it
-multiplies anyway), SwiGLU over the two halves of W or the residual's addition as an epilogue.
+y = f(norm(x) @ W.T) + residual, one kernel: the RMS norm of x as a prologue (each program sums the squares of the row
+it multiplies anyway), SwiGLU over the two halves of W or the residual's addition as an epilogue.
 Bound: bytes of W over the memory's bandwidth. Several rows go through cuBLAS, which is faster there (docs/notebook.md).
 """
 

@@ -42,10 +42,7 @@ def _rotary_kernel(
         turned = low * cos - high * sin
         high = high * cos + low * sin
         low = turned
-        if is_query:
-            out = q_ptr + (row * HQ + head) * D
-        else:
-            out = k_ptr + (row * HKV + head - HQ) * D
+        out = q_ptr + (row * HQ + head) * D if is_query else k_ptr + (row * HKV + head - HQ) * D
     tl.store(out + i, low.to(qkv_ptr.dtype.element_ty), mask=inside)
     tl.store(out + half + i, high.to(qkv_ptr.dtype.element_ty), mask=inside)
 

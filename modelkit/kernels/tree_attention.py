@@ -15,7 +15,6 @@ Slot, length, window and range come from device memory; the grid depends on host
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -23,95 +22,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from .tiles import MAX_SPLITS, choose_tile, tile_count
+
 LOWEST = tl.constexpr(-1.0e30)  # finite, so that a row which sees nothing in a range makes no NaN
 LOG2E = tl.constexpr(math.log2(math.e))
-MAX_SPLITS = 128
-KEYS_PER_SPLIT = 8192  # a full slot is cut at least this fine, whatever else keeps the GPU busy
-
-
-class Tile(NamedTuple):
-    """What a program works on: host constants.
-
-    Attributes:
-        block_m: query vectors.
-        block_n: keys a step.
-        block_d: head dim, padded to a power of two.
-        warps, stages: Triton's num_warps, and loads in flight of the context loop.
-        min_blocks: key blocks a range has at least (fewer ranges are used for a short context).
-        per_sm: programs that fit a multiprocessor at once.
-    """
-
-    block_m: int
-    block_n: int
-    block_d: int
-    warps: int
-    stages: int
-    min_blocks: int
-    per_sm: int
-
-
-def choose_tile(R: int, width: int, slots: int, G: int, head_dim: int, itemsize: int = 2) -> Tile:
-    """Tile for R rows of `slots` slots, up to `width` rows each, with G query heads a KV head."""
-    vectors = width * G
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    if itemsize > 2:  # fp32 is for tests: small tiles, so that any head dim fits
-        return Tile(16 if vectors <= 16 else 32, 32, block_d, 4, 1, 1, 1)
-    if vectors <= 64:
-        block_m = max(16, triton.next_power_of_2(vectors))
-    else:  # 128 unless it pads more than 64 does
-        block_m = 128 if triton.cdiv(vectors, 128) * 128 <= triton.cdiv(vectors, 64) * 64 else 64
-    # Among many slots that step plainly, the few that draft take several tiles.
-    block_m = min(block_m, max(16, triton.next_power_of_2(2 * triton.cdiv(R * G, slots))))
-    if block_d > 128:
-        return Tile(16, 32, block_d, 4, 3, 1, 2) if block_m == 16 else Tile(min(block_m, 64), 32, block_d, 8, 2, 1, 1)
-    if block_m == 128:
-        return Tile(128, 64, block_d, 8, 3, 2, 1)
-    if block_m == 64:
-        return Tile(64, 64, block_d, 4, 3, 2, 2)
-    return Tile(block_m, 64, block_d, 4, 4, 1, 2)
-
-
-def tile_count(R: int, width: int, slots: int, group: int, block_m: int) -> int:
-    """Most tiles that the rows of all slots can need: exactly ceil(R * G / block_m) for one slot."""
-    return min((R * group + slots * (block_m - 1)) // block_m, slots * -(-width * group // block_m))
-
-
-def choose_splits(
-    R: int,
-    width: int,
-    slots: int,
-    Hkv: int,
-    G: int,
-    capacity: int,
-    sms: int = 132,
-    *,
-    head_dim: int = 128,
-    window: int = 0,
-    itemsize: int = 2,
-) -> int:
-    """Ranges to split the keys into: as many as one wave of programs holds, from host constants.
-
-    Args:
-        R: rows of the forward, padding included.
-        width: most rows of one slot.
-        slots: S.
-        Hkv: KV heads.
-        G: query heads a KV head.
-        capacity: most committed positions of a slot.
-        sms: multiprocessors of the GPU.
-        head_dim: D.
-        window: of the layer, 0 for none.
-        itemsize: bytes an element.
-    """
-    tile = choose_tile(R, width, slots, G, head_dim, itemsize)
-    programs = tile_count(R, width, slots, G, tile.block_m) * Hkv
-    keys = min(capacity, window + width) if window else capacity
-    blocks = -(-keys // tile.block_n) + -(-width // tile.block_n)
-    fill = max(1, sms * tile.per_sm // programs)
-    below = 1 << (fill.bit_length() - 1)
-    if fill < below * 9 // 8:  # the combine kernel pads to a power of two
-        fill = below
-    return max(1, min(max(fill, -(-keys // KEYS_PER_SPLIT)), blocks, MAX_SPLITS))
 
 
 @triton.jit
@@ -368,22 +282,9 @@ def _combine_kernel(
 
 @triton_op("modelkit::tree_attention", mutates_args={})
 def _tree_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    table: Tensor,
-    length: Tensor,
-    position: Tensor,
-    ancestors: Tensor,
-    row_offset: Tensor,
-    width: int,
-    scale: float,
-    window: int,
-    splits: int,
-    sinks: Tensor | None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, length: Tensor, position: Tensor,
+    ancestors: Tensor, row_offset: Tensor, width: int, scale: float, window: int, splits: int, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     R, Hq, D = q.shape
     Hkv, page = k_pages.shape[1], k_pages.shape[2]
     slots, group = row_offset.shape[0] - 1, Hq // Hkv
@@ -449,7 +350,7 @@ def tree_attention(
         width: most rows of one slot.
         scale: softmax scale, positive.
         window: keys at a distance of `window` positions or more are hidden; 0 sees all.
-        splits: ranges the keys are split into, see `choose_splits`; 1 needs no second kernel.
+        splits: ranges the keys are split into, see `tiles.choose_splits`; 1 needs no second kernel.
         sinks: fp32 [Hq], logits that count in the softmax's denominator only.
 
     Returns:

@@ -2,8 +2,8 @@
 
 Depth by depth the best B of {frontier x candidates} are kept; at the end the best B of all depths by path score are
 the tree. An ancestor's score is never below its descendant's and ties go to the lesser depth, then to the parent's
-order, then to the lower rank, so the choice is closed under taking prefixes and equals what the heap pops (among nodes of
-exactly equal score another one of them may be taken; the trees are equally good).
+order, then to the lower rank, so the choice is closed under taking prefixes and equals what the heap pops (among nodes
+of exactly equal score another one of them may be taken; the trees are equally good).
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from modelkit.attention import DensePlan
 from modelkit.cache import LayerView
+from modelkit.kernels.tiles import KEYS_PER_SPLIT, choose_splits, choose_tile, tile_count
 from modelkit.rows import Rows, pack_bits
 
 NAN = float("nan")
@@ -193,7 +194,7 @@ SMALL = {
     "bit_31_and_second_word": Case(rows=(34,), context=(33,), G=1, splits=2, bits="chain"),
     "third_word": Case(rows=(70,), context=(70,), G=1, splits=3, gpu_tiles=True),
     "wide_words": Case(rows=(3, 2), width=70, context=(10, 20), splits=2),
-    "several_tiles": Case(rows=(40,), context=(150,), Hkv=1, G=8, splits=2, gpu_tiles=True),
+    "several_tiles": Case(rows=(20,), context=(150,), Hkv=1, G=8, splits=2, gpu_tiles=True),
     "idle_slots": Case(rows=(0, 9, 0), context=(50, 77, 10), padding=6, G=2, splits=3),
     "idle_slots_one_split": Case(rows=(0, 9, 0), context=(50, 77, 10), padding=6, G=3, splits=1, sinks=True),
     "nobody": Case(rows=(0, 0), context=(5, 9), padding=4, splits=2),
@@ -210,7 +211,7 @@ SMALL = {
     "wide_head": Case(rows=(8,), context=(90,), G=2, D=256, splits=2, gpu_tiles=True),
 } | {
     f"random_{seed}": random_case(seed, rows=70, slots=3, dims=(64, 96, 128), groups=8, context=300)
-    for seed in (1, 2, 4, 5, 6, 7, 8, 10, 11, 13)  # those that take the interpreter less than 3 s
+    for seed in (1, 2, 4, 5, 6, 7, 8, 10, 11)  # those that take the interpreter less than 1 s
 }  # fmt: skip
 
 
@@ -266,9 +267,6 @@ def test_half_precision_interpreted(interpreted):
 
 
 def test_splits_fill_one_wave():
-    needs_triton()
-    from modelkit.kernels.tree_attention import KEYS_PER_SPLIT, choose_splits, choose_tile, tile_count
-
     for R, width, S, Hkv, G in [
         (1, 1, 1, 8, 4),
         (16, 16, 1, 8, 4),
@@ -279,9 +277,10 @@ def test_splits_fill_one_wave():
         tile = choose_tile(R, width, S, G, 128)
         programs = tile_count(R, width, S, G, tile.block_m) * Hkv
         splits = choose_splits(R, width, S, Hkv, G, 33_000)
-        least = -(-33_000 // KEYS_PER_SPLIT)
-        assert splits >= least
-        assert splits == least or 132 * tile.per_sm * 0.75 < programs * splits <= 132 * tile.per_sm
+        if S < 64:
+            assert 132 * tile.per_sm * 0.75 < programs * splits <= 132 * tile.per_sm
+        else:  # more programs than fit already
+            assert splits == -(-33_000 // KEYS_PER_SPLIT) > 1
     assert choose_splits(1, 1, 1, 8, 4, 100) == 3  # no more than there are blocks
     assert choose_splits(1, 1, 1, 8, 4, 33_000, window=100) == 3
 
@@ -289,9 +288,6 @@ def test_splits_fill_one_wave():
 @pytest.mark.parametrize("slots", [1, 2, 5])
 @pytest.mark.parametrize("block_m", [16, 64])
 def test_tiles_are_enough(slots, block_m):
-    needs_triton()
-    from modelkit.kernels.tree_attention import tile_count
-
     pick = random.Random(slots)
     for _ in range(200):
         G, width = pick.randint(1, 16), pick.randint(1, 40)
@@ -464,7 +460,7 @@ def interpret() -> dict[str, Any]:
             return traceback.format_exc()[-3000:]
 
     results = {name: attempt(case, torch.float32) for name, case in SMALL.items()}
-    results["float16"] = attempt(SMALL["ragged"], torch.float16)
+    results["float16"] = attempt(SMALL["idle_slots"], torch.float16)
     try:
         given, after = commit_case("cpu", torch.float32)
         gather_commit.commit_layer(*given)
