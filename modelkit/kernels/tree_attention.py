@@ -4,17 +4,16 @@ The meaning is `modelkit.attention.DensePlan.attend`, with one softmax over the 
 optional attention sinks. Knows rows, the block table and committed lengths; knows no cache object, model or plan.
 
 How it works. The rows of a slot times the G query heads of a KV head are one list of query vectors, cut into tiles of
-`block_m`. A program takes one tile, one KV head and one of `splits` contiguous ranges of key blocks; the blocks are
-those of the context, then those of the slot's rows, and every range is as long as the next one, to within a block. The
-tiles of a slot that read the same keys lie next to each other in the grid, so that only the first read leaves the L2.
-Slot, length, window and range come from device memory; the grid depends on host constants only. Partial results
-(unnormalised sums, running maximum, denominator) are combined by a second kernel. Split-KV attention: Dao et al.,
-"Flash-Decoding for long-context inference" (2023).
+`block_m`. A program takes one tile, one KV head and one of `splits` equal ranges of key blocks: first the context's,
+then those of the slot's own rows. The tiles of a slot that read the same keys lie next to each other in the grid, so
+that only the first read leaves the L2. Slot, length and range come from device memory, the grid from host constants.
+A second kernel combines the ranges' sums, maxima and denominators. Source: Dao et al., "Flash-Decoding" (2023).
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,28 +21,64 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from .tiles import MAX_SPLITS, choose_tile, tile_count
-
 LOWEST = tl.constexpr(-1.0e30)  # finite, so that a row which sees nothing in a range makes no NaN
 LOG2E = tl.constexpr(math.log2(math.e))
+MAX_SPLITS = 128
+KEYS_PER_SPLIT = 16384  # of several slots, a full one is cut at least this fine: it may be the only long one
 
 
-@triton.jit
-def _find_tile(tile, starts, ends, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_SLOTS: tl.constexpr):
-    """Slot of a tile (BLOCK_SLOTS if it has none), its number there, the slot's first row and number of rows.
+class Tile(NamedTuple):
+    """What a program works on: query vectors, keys a step, padded head dim; the figures suit Hopper's shared memory."""
 
-    It takes loaded values: given the pointer, torch's analysis of mutated arguments would hold `row_offset` for written
-    and copy it at every call.
+    block_m: int
+    block_n: int
+    block_d: int
+    warps: int
+    stages: int  # loads in flight of the context loop
+    min_blocks: int  # key blocks a range has at least: a short context uses fewer ranges
+    per_sm: int  # programs that fit a multiprocessor at once
+
+
+def choose_tile(R: int, width: int, slots: int, G: int, head_dim: int, itemsize: int = 2) -> Tile:
+    """Tile for R rows of `slots` slots, up to `width` rows each, with G query heads a KV head."""
+    vectors = width * G
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    if itemsize > 2:  # fp32 is not for speed: small tiles, so that any head dim fits
+        return Tile(16 if vectors <= 16 else 32, 32, block_d, 4, 1, 1, 1)
+    block_m = min(128, max(16, triton.next_power_of_2(vectors)))
+    if block_m == 128 and (vectors - 1) % 128 < 64:  # 64 pads less
+        block_m = 64
+    # Among many slots that step plainly, the few that draft take several tiles.
+    block_m = min(block_m, max(16, triton.next_power_of_2(2 * -(-R * G // slots))))
+    if block_d > 128:
+        return Tile(16, 32, block_d, 4, 3, 1, 2) if block_m == 16 else Tile(min(block_m, 64), 32, block_d, 8, 2, 1, 1)
+    if block_m == 128:
+        return Tile(128, 64, block_d, 8, 3, 2, 1)
+    return Tile(64, 64, block_d, 4, 3, 2, 2) if block_m == 64 else Tile(block_m, 64, block_d, 4, 4, 1, 2)
+
+
+def tile_count(R: int, width: int, slots: int, G: int, block_m: int) -> int:
+    """Most tiles that the rows of all slots can need: exactly ceil(R * G / block_m) for one slot."""
+    return min((R * G + slots * (block_m - 1)) // block_m, slots * -(-width * G // block_m))
+
+
+def choose_splits(
+    R: int, width: int, slots: int, Hkv: int, G: int, capacity: int, sms: int = 132, *, head_dim: int = 128,
+    window: int = 0, itemsize: int = 2,
+) -> int:  # fmt: skip
+    """Ranges to split the keys into: as many as one wave of programs holds, from host constants.
+
+    R rows (padding included) of `slots` slots, up to `width` rows and `capacity` committed positions each, on a GPU of
+    `sms` multiprocessors; `head_dim`, `window` (0 for none) and `itemsize` (bytes) are the layer's.
     """
-    slots = tl.arange(0, BLOCK_SLOTS)
-    tiles = ((ends - starts) * GROUP + BLOCK_M - 1) // BLOCK_M
-    before = tl.cumsum(tiles, 0) - tiles
-    owns = (before <= tile) & (tile < before + tiles)
-    slot = tl.min(tl.where(owns, slots, BLOCK_SLOTS), 0)
-    local = tile - tl.sum(tl.where(owns, before, 0), 0)
-    start = tl.sum(tl.where(owns, starts, 0), 0)
-    count = tl.sum(tl.where(owns, ends - starts, 0), 0)
-    return slot, local, start, count
+    tile = choose_tile(R, width, slots, G, head_dim, itemsize)
+    keys = min(capacity, window + width) if window else capacity
+    blocks = -(-keys // tile.block_n) + -(-width // tile.block_n)
+    fill = max(1, sms * tile.per_sm // (tile_count(R, width, slots, G, tile.block_m) * Hkv))
+    below = 1 << (fill.bit_length() - 1)
+    fill = below if fill < below * 9 // 8 else fill  # the combine kernel pads to a power of two
+    least = -(-keys // KEYS_PER_SPLIT) if slots > 1 else 1
+    return max(1, min(max(fill, least), blocks, MAX_SPLITS))
 
 
 @triton.jit
@@ -67,28 +102,21 @@ def _context_offset(
 
 
 @triton.jit
-def _load_rows(
-    pointer, offset, inside, DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr
-):
+def _load_rows(at, offset, inside, DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr):
     """Vectors [N, BLOCK_D] at element offsets [N]; zeros beyond DIM and, if MASKED, where not `inside` [N]."""
     dim = tl.arange(0, BLOCK_D)
-    at = pointer + offset[:, None] + dim[None, :]
-    if MASKED:
-        if DIM == BLOCK_D:
-            return tl.load(at, mask=inside[:, None], other=0.0, eviction_policy=EVICT)
-        else:
-            return tl.load(at, mask=inside[:, None] & (dim < DIM)[None, :], other=0.0, eviction_policy=EVICT)
+    at = at + offset[:, None] + dim[None, :]
+    if MASKED or DIM < BLOCK_D:
+        keep = (dim < DIM)[None, :]
+        if MASKED:
+            keep = keep & inside[:, None]
+        return tl.load(at, mask=keep, other=0.0, eviction_policy=EVICT)
     else:
-        if DIM == BLOCK_D:
-            return tl.load(at, eviction_policy=EVICT)
-        else:
-            return tl.load(at, mask=(dim < DIM)[None, :], other=0.0, eviction_policy=EVICT)
+        return tl.load(at, eviction_policy=EVICT)
 
 
 @triton.jit
-def _update(
-    q, k, v, seen, acc, top, total, SCALE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
+def _update(q, k, v, seen, acc, top, total, SCALE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """One step of the online softmax, in base 2; SCALE is positive and holds log2(e)."""
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
@@ -156,7 +184,7 @@ def _attend_kernel(
     PAGE: tl.constexpr, PAGES: tl.constexpr, WORDS: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
     SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, STAGES: tl.constexpr, MIN_BLOCKS: tl.constexpr, ONE_TILE: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr, BLOCK_GROUP: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
 ):  # fmt: skip
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     HEADS: tl.constexpr = KV_HEADS * GROUP
@@ -166,22 +194,26 @@ def _attend_kernel(
     dim = tl.arange(0, BLOCK_D)
 
     if SPLITS == 1:  # no combine kernel: padding rows get their zeros here
-        member = tl.arange(0, BLOCK_GROUP)
-        group = (member < GROUP)[:, None] & (dim < DIM)[None, :]
-        used = tl.load(row_offset + SLOTS).to(tl.int32)
-        for padding in range(used + tile, ROWS, tl.num_programs(0)):
-            place = (padding * HEADS + head * GROUP + member)[:, None] * DIM + dim[None, :]
-            tl.store(out + place, tl.zeros([BLOCK_GROUP, BLOCK_D], out.dtype.element_ty), mask=group)
+        for padding in range(tl.load(row_offset + SLOTS).to(tl.int32) + tile, ROWS, tl.num_programs(0)):
+            for i in tl.static_range(GROUP):
+                place = out + (padding * HEADS + head * GROUP + i) * DIM + dim
+                tl.store(place, tl.zeros([BLOCK_D], out.dtype.element_ty), mask=dim < DIM)
 
     if SLOTS == 1:
         slot, local = 0, tile
         start = tl.load(row_offset).to(tl.int32)
         count = tl.load(row_offset + 1).to(tl.int32) - start
     else:
-        lanes = tl.arange(0, BLOCK_SLOTS)
-        starts = tl.load(row_offset + lanes, mask=lanes < SLOTS, other=0).to(tl.int32)
-        ends = tl.load(row_offset + lanes + 1, mask=lanes < SLOTS, other=0).to(tl.int32)
-        slot, local, start, count = _find_tile(tile, starts, ends, GROUP, BLOCK_M, BLOCK_SLOTS)
+        slots = tl.arange(0, BLOCK_SLOTS)
+        starts = tl.load(row_offset + slots, mask=slots < SLOTS, other=0).to(tl.int32)
+        counts = tl.load(row_offset + slots + 1, mask=slots < SLOTS, other=0).to(tl.int32) - starts
+        tiles = (counts * GROUP + BLOCK_M - 1) // BLOCK_M
+        before = tl.cumsum(tiles, 0) - tiles
+        owns = (before <= tile) & (tile < before + tiles)
+        slot = tl.sum(tl.where(owns, slots, 0), 0)
+        local = tile - tl.sum(tl.where(owns, before, 0), 0)
+        start = tl.sum(tl.where(owns, starts, 0), 0)
+        count = tl.sum(tl.where(owns, counts, 0), 0)
     if local * BLOCK_M >= count * GROUP:  # no slot needs this tile
         return
 
@@ -193,8 +225,7 @@ def _attend_kernel(
 
     committed = tl.load(length + slot).to(tl.int32)
     context = (committed + BLOCK_N - 1) // BLOCK_N
-    oldest = 0
-    where = row  # only with a window
+    oldest, where = 0, row  # without a window
     if WINDOW > 0:
         where = tl.load(position + row, mask=inside, other=2**31 - 1).to(tl.int32)
         oldest = tl.minimum(tl.maximum(tl.min(where, 0) - WINDOW + 1, 0) // BLOCK_N, context)
@@ -213,6 +244,10 @@ def _attend_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:  # one more key of the first range, with no value
+        sink = tl.load(sinks + vector % HEADS, mask=inside, other=0.0) * LOG2E
+        top = tl.where(split == 0, tl.maximum(sink, LOWEST), top)
+        total = tl.where(split == 0, 1.0, total)
     table_row = table + slot * PAGES
     first_page = tl.load(table_row)
 
@@ -238,12 +273,6 @@ def _attend_kernel(
     cover = inside[:, None] & (dim < DIM)[None, :]
     at = vector[:, None] * DIM + dim[None, :]
     if SPLITS == 1:
-        if HAS_SINKS:
-            sink = tl.load(sinks + vector % HEADS, mask=inside, other=0.0) * LOG2E
-            new = tl.maximum(top, sink)
-            keep = tl.exp2(top - new)
-            total = total * keep + tl.exp2(sink - new)
-            acc = acc * keep[:, None]
         tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=cover)
     else:
         tl.store(stats + at_stats, top, mask=inside)
@@ -253,9 +282,9 @@ def _attend_kernel(
 
 @triton.jit
 def _combine_kernel(
-    partial, stats, row_offset, sinks, out,
+    partial, stats, row_offset, out,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
-    HAS_SINKS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     vector = tl.program_id(0)
     dim = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -265,17 +294,10 @@ def _combine_kernel(
     top = tl.load(stats + at, mask=used & (split < SPLITS), other=LOWEST)
     total = tl.load(stats + SPLITS * ROWS * HEADS + at, mask=used & (split < SPLITS), other=0.0)
     live = total != 0  # the others have written no sum
-    highest = tl.max(top, 0)
-    if HAS_SINKS:
-        sink = tl.load(sinks + vector % HEADS) * LOG2E
-        highest = tl.maximum(highest, sink)
-    weight = tl.where(live, tl.exp2(top - highest), 0.0)
-    whole = tl.sum(weight * total, 0)
-    if HAS_SINKS:
-        whole += tl.exp2(sink - highest)
-    whole = tl.where(used, whole, 1.0)
-    cover = live[:, None] & (dim < DIM)[None, :]
-    sums = tl.load(partial + at[:, None].to(tl.int64) * DIM + dim[None, :], mask=cover, other=0.0)
+    weight = tl.where(live, tl.exp2(top - tl.max(top, 0)), 0.0)
+    whole = tl.where(used, tl.sum(weight * total, 0), 1.0)
+    place = partial + at[:, None].to(tl.int64) * DIM + dim[None, :]
+    sums = tl.load(place, mask=live[:, None] & (dim < DIM)[None, :], other=0.0)
     result = tl.sum(sums * weight[:, None], 0) / whole
     tl.store(out + vector * DIM + dim, result.to(out.dtype.element_ty), mask=dim < DIM)
 
@@ -289,7 +311,6 @@ def _tree_attention(
     Hkv, page = k_pages.shape[1], k_pages.shape[2]
     slots, group = row_offset.shape[0] - 1, Hq // Hkv
     tile = choose_tile(R, width, slots, group, D, q.element_size())
-    tiles = tile_count(R, width, slots, group, tile.block_m)
     # Triton gives the page numbers, which the addresses depend on, every other stage.
     stages = tile.stages if table.shape[1] == 1 else 2 * tile.stages - 1
     out = torch.empty((R, Hq, D), dtype=q.dtype, device=q.device)
@@ -297,52 +318,39 @@ def _tree_attention(
     if splits > 1:
         partial = torch.empty((splits, R * Hq, D), dtype=torch.float32, device=q.device)
         stats = torch.empty((2, splits, R * Hq), dtype=torch.float32, device=q.device)
-    wrap_triton(_attend_kernel)[(tiles, Hkv, splits)](
+    wrap_triton(_attend_kernel)[(tile_count(R, width, slots, group, tile.block_m), Hkv, splits)](
         q, k, v, k_pages, v_pages, table, length, position, ancestors, row_offset, q if sinks is None else sinks,
         out, partial, stats,
         ROWS=R, SLOTS=slots, KV_HEADS=Hkv, GROUP=group, DIM=D, PAGE=page, PAGES=table.shape[1],
         WORDS=ancestors.shape[1], WINDOW=window, SCALE=scale * math.log2(math.e), SPLITS=splits,
         HAS_SINKS=sinks is not None, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=tile.block_d,
         STAGES=stages, MIN_BLOCKS=tile.min_blocks, ONE_TILE=width * group <= tile.block_m,
-        BLOCK_SLOTS=triton.next_power_of_2(slots), BLOCK_GROUP=triton.next_power_of_2(group), num_warps=tile.warps,
+        BLOCK_SLOTS=triton.next_power_of_2(slots), num_warps=tile.warps,
     )  # fmt: skip
     if splits > 1:
         block_s = triton.next_power_of_2(splits)
         block_c = min(tile.block_d, max(32, 4096 // block_s))
         wrap_triton(_combine_kernel)[(R * Hq, tile.block_d // block_c)](
-            partial, stats, row_offset, q if sinks is None else sinks, out,
-            ROWS=R, SLOTS=slots, HEADS=Hq, DIM=D, SPLITS=splits, HAS_SINKS=sinks is not None,
-            BLOCK_S=block_s, BLOCK_C=block_c, num_warps=max(1, min(4, block_s * block_c // 1024)),
+            partial, stats, row_offset, out, ROWS=R, SLOTS=slots, HEADS=Hq, DIM=D, SPLITS=splits, BLOCK_S=block_s,
+            BLOCK_C=block_c, num_warps=max(1, min(4, block_s * block_c // 1024)),
         )  # fmt: skip
     return out
 
 
 def tree_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    table: Tensor,
-    length: Tensor,
-    position: Tensor,
-    ancestors: Tensor,
-    row_offset: Tensor,
-    width: int,
-    scale: float,
-    window: int = 0,
-    splits: int = 1,
+    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, length: Tensor, position: Tensor,
+    ancestors: Tensor, row_offset: Tensor, width: int, scale: float, window: int = 0, splits: int = 1,
     sinks: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attention output of every row: `DensePlan.attend`, in one pass over the context.
 
     Args:
         q: [R, Hq, D], bf16, fp16 or fp32, rotated.
         k: [R, Hkv, D], the rows' own keys, rotated.
         v: [R, Hkv, D], their values.
-        k_pages: [P, Hkv, page_size, D], the context's keys.
-        v_pages: [P, Hkv, page_size, D], its values.
-        table: int64 [S + 1, pages a slot].
+        k_pages: [P, Hkv, page_size, D], the context's keys, contiguous.
+        v_pages: [P, Hkv, page_size, D], its values, contiguous.
+        table: int64 [S + 1, pages a slot], contiguous.
         length: int64 [S + 1], committed positions.
         position: int64 [R], read with a window only.
         ancestors: int32 [R, W], bit j: sees row `row_offset[slot] + j`. A row sees itself whatever its bits say.
@@ -350,7 +358,7 @@ def tree_attention(
         width: most rows of one slot.
         scale: softmax scale, positive.
         window: keys at a distance of `window` positions or more are hidden; 0 sees all.
-        splits: ranges the keys are split into, see `tiles.choose_splits`; 1 needs no second kernel.
+        splits: ranges the keys are split into, see `choose_splits`; 1 needs no second kernel.
         sinks: fp32 [Hq], logits that count in the softmax's denominator only.
 
     Returns:
@@ -374,19 +382,16 @@ def tree_attention(
     for name, (given, shape, dtype) in shapes.items():
         if tuple(given.shape) != shape or given.dtype != dtype:
             raise ValueError(f"{name} must be {dtype} {list(shape)}, got {given.dtype} {list(given.shape)}")
-    for name in ("k_pages", "v_pages", "table"):
-        if not shapes[name][0].is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {shapes[name][0].stride()}")
+        if name in ("k_pages", "v_pages", "table") and not given.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {given.stride()}")
     if Hq % Hkv:
         raise ValueError(f"query heads must be a multiple of the {Hkv} KV heads, got {Hq}")
     if Hkv * page_size * D >= 2**31:
         raise ValueError(f"a page must hold fewer than 2^31 elements, got {Hkv} x {page_size} x {D}")
     if not 1 <= width <= 32 * ancestors.shape[1]:
         raise ValueError(f"width must be 1 to {32 * ancestors.shape[1]}, what the ancestor bits hold, got {width}")
-    if scale <= 0:
-        raise ValueError(f"scale must be positive, got {scale}")
-    if window < 0:
-        raise ValueError(f"window must be 0 (none) or more, got {window}")
+    if scale <= 0 or window < 0:
+        raise ValueError(f"scale must be positive and window 0 (none) or more, got {scale} and {window}")
     if not 1 <= splits <= MAX_SPLITS:
         raise ValueError(f"splits must be 1 to {MAX_SPLITS}, got {splits}")
     small = [x.contiguous() for x in (q, k, v)]

@@ -58,8 +58,10 @@ class NgramDrafter:
         """Match, take the best places, read on from them, merge equal prefixes."""
         # `bound` covers the committed length; one token more, the anchor, is known.
         tokens = state.tokens[:, : bound + 1]
-        place, weight = self._best_matches(tokens, state.total)
-        distance = (state.total[:, None] - place).clamp(min=1)
+        # An idle slot may hold more tokens than the active ones that `bound` speaks of.
+        total = state.total.clamp(max=tokens.shape[1])
+        place, weight = self._best_matches(tokens, total)
+        distance = (total[:, None] - place).clamp(min=1)
         step = torch.arange(self.depth, device=tokens.device)
         read = place[:, None, :] + step[:, None] % distance[:, None, :]
         ids = tokens.gather(1, read.flatten(1).clamp(max=tokens.shape[1] - 1)).view(read.shape)
