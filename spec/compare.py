@@ -24,7 +24,7 @@ class Comparison:
         identical: token for token.
         first_difference: index of the first token that differs, None if identical.
         gap: larger of the two tokens' logit gaps at that place in the two widths.
-        noise: largest logit difference between the two widths on this text up to there.
+        noise: largest logit difference between the two widths anywhere on this text.
     """
 
     identical: bool
@@ -64,13 +64,12 @@ def compare(
     first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     if first == min(len(a), len(b)):  # one is a prefix of the other: a stop or a limit acted differently
         return Comparison(identical=False, first_difference=first, gap=float("inf"))
-    text = list(prompt_ids) + list(a[:first])
+    # The noise is measured over the whole of one output; up to `first` it is the other's, too.
+    text = list(prompt_ids) + list(b)
     narrow = teacher_forced(model, text, len(prompt_ids), 1)
     wide = teacher_forced(model, text, len(prompt_ids), width)
-    gap = max(float((logits[-1, a[first]] - logits[-1, b[first]]).abs()) for logits in (narrow, wide))
-    return Comparison(
-        identical=False, first_difference=first, gap=gap, noise=float((narrow - wide).abs().max())
-    )  # fmt: skip
+    gap = max(float((logits[first, a[first]] - logits[first, b[first]]).abs()) for logits in (narrow, wide))
+    return Comparison(identical=False, first_difference=first, gap=gap, noise=float((narrow - wide).abs().max()))
 
 
 @torch.no_grad()
@@ -81,17 +80,18 @@ def teacher_forced(model: Transformer, text: Sequence[int], prompt: int, width: 
         model: the target.
         text: prompt and continuation.
         prompt: how many of them are the prompt; it is run in one chunk.
-        width: rows a forward.
+        width: rows a forward, the last one padded to it: what a row's sums look like depends on the rows beside it.
     """
     cache = model.new_cache(slots=1, capacity=len(text) + width, scratch=max(prompt, width))
     ids = torch.tensor(text, device=model.device)
     found, start, size = [], 0, prompt
     while start < len(text):
-        chunk = ids[start : start + size]
+        real = min(size, len(text) - start)
+        chunk = torch.nn.functional.pad(ids[start : start + real], (0, size - real))
         at = torch.full((1,), start, dtype=torch.int64, device=model.device)
-        rows = chain(token=chunk[None], start=at, count=torch.full_like(at, len(chunk)), rows=len(chunk), bound=start)
-        hidden = model(rows, cache).hidden
+        rows = chain(token=chunk[None], start=at, count=torch.full_like(at, real), rows=size, bound=start)
+        hidden = model(rows, cache).hidden[:real]
         found.append(model.head(hidden if start else hidden[-1:]).float())
-        cache.commit(rows.rectangle(), torch.full_like(at, len(chunk)))
-        start, size = start + len(chunk), width
+        cache.commit(rows.rectangle(), torch.full_like(at, real))
+        start, size = start + real, width
     return torch.cat(found)

@@ -42,7 +42,10 @@ def test_shipped_configs(name):
 def test_defaults():
     config = load_config(MINIMAL)
     assert [config.tree.name, config.sampling.name, config.parallel.name] == ["best_first", "greedy", "single"]
-    assert (config.engine.slots, config.compile.mode, config.generate.ignore_eos) == (1, "none", False)
+    assert (config.engine.slots, config.compile.mode, config.generate.ignore_eos) == (1, "auto", False)
+    modes = [config.compile.resolved_mode(device) for device in ("cpu", "cuda", "cuda:1")]
+    assert modes == ["none", "reduce-overhead", "reduce-overhead"]
+    assert load_config(MINIMAL, {"compile.mode": "none"}).compile.resolved_mode("cuda") == "none"
     assert isinstance(config.draft, Strategy) and set(REGISTRIES) == {"draft", "tree", "sampling", "parallel"}
 
 
@@ -83,6 +86,7 @@ REFUSED = {
     "parallel.name=tensors": "unknown parallel 'tensors'; known: .*single",
     "sampling.temperature=0.7": "temperature = 0.7: sampler 'greedy' decodes at 0 only; samplers: .*greedy",
     "compile.mode=fast": r"\[compile\]: mode = 'fast' is not a .*none",
+    "compile.kernels=cuda": r"\[compile\]: kernels = 'cuda' is not a .*triton",
     "target.dtype=fp8": r"\[target\]: dtype = 'fp8'; known: float32, bfloat16, float16",
     "target.path=3": r"\[target\]: path = 3 is not a str",
     'tree.budget="7"': r"\[tree\]: budget = '7' is not a int",

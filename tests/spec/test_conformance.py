@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +19,7 @@ from spec.tree import TREES
 
 # Settings under test by registered name, several by label; an entry that is not here runs by its defaults.
 DRAFT_SETTINGS = {"self": {"": {}, ":wrong": {"wrong_every": 2, "block_size": 6}}}  # dflash gets its path below
-TREE_SETTINGS: dict[str, dict] = {}
-SAMPLING_SETTINGS: dict[str, dict] = {}
+TREE_SETTINGS, SAMPLING_SETTINGS = {}, {}
 WITHOUT_SIBLINGS = {"chain"}
 
 DRAFTS = [name + label for name in DRAFTERS.names() for label in DRAFT_SETTINGS.get(name, {"": {}})]
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:not one token of drafter")
 
 
 def prompt(length, seed=0):
-    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
+    return random.Random(1000 * seed + length).choices(range(97), k=length)
 
 
 SHORT, MIDDLE, LONG = prompt(4), prompt(23), prompt(80)
@@ -50,29 +50,26 @@ class Lab:
             return self._folder("fixtures_dir") / "dflash" / ("drafter_fitted_taps012" if drafter else "target")
         return self._folder("tiny_drafters" if drafter else "tiny_targets")[target]
 
-    @functools.cache  # noqa: B019 (one Lab a session)
-    def model(self, target):
-        return load_model(self.path(target), dtype="float32")
-
     def greedy(self, target, ids, count):
+        if target not in self._known:
+            self._known[target] = load_model(self.path(target), dtype="float32")
         text = self._known.setdefault((target, *ids), [])
         while len(text) < count:
-            best = self.model(target).score(torch.tensor([[*ids, *text]]))[0, -1].topk(2)
+            best = self._known[target].score(torch.tensor([[*ids, *text]]))[0, -1].topk(2)
             assert best.values[0] - best.values[1] > 1e-4, "too close to a tie for a test; choose another prompt"
             text.append(int(best.indices[0]))
         return text[:count]
 
-    def build(self, draft, tree, target, sampling="greedy", **engine):
+    def build(self, draft, tree, target, sampling="greedy", mode="none", **engine):
         name = draft.partition(":")[0]
-        settings = dict(DRAFT_SETTINGS.get(name, {"": {}})[draft.removeprefix(name)])
-        if name == "dflash":
-            settings["path"] = str(self.path(target, drafter=True))
+        path = {"path": str(self.path(target, drafter=True))} if name == "dflash" else {}
         tables = {
             "target": {"path": str(self.path(target)), "dtype": "float32"},
-            "draft": {"name": name, **settings},
+            "draft": {"name": name, **DRAFT_SETTINGS.get(name, {"": {}})[draft.removeprefix(name)], **path},
             "tree": {"name": tree, **TREE_SETTINGS.get(tree, {})},
             "sampling": {"name": sampling, **SAMPLING_SETTINGS.get(sampling, {})},
             "engine": SMALL | engine,
+            "compile": {"mode": mode},
         }
         try:
             return Engine.from_config(tables)
@@ -124,8 +121,7 @@ def test_tokens_are_the_targets_own(case):
     for ids, out in zip(prompts, case.engine.generate(prompts, max_new_tokens=24), strict=True):
         check(out, ids, case.greedy(ids, 24), "length", case.engine)
     for ids, out in zip(prompts, case.engine.generate_plain(prompts, max_new_tokens=24), strict=True):
-        assert (out.token_ids, out.finish_reason) == (case.greedy(ids, 24), "length")
-        assert out.stats.num_spec_steps == 0 and out.stats.mean_acceptance_length == 1
+        assert (out.token_ids, out.finish_reason, out.stats.num_spec_steps) == (case.greedy(ids, 24), "length", 0)
 
 
 def nodes(tree):
@@ -156,7 +152,9 @@ def test_every_round_accepts_all_that_its_tree_holds(case, monkeypatch):
     # What is drafted does not depend on how the text came about: as a prompt, whole or in chunks, or in rounds.
     case.engine.generate([LONG + text[:last]], max_new_tokens=2)
     assert nodes(trees[-1]) == nodes(trees[-2])
-    whole = case.fresh(page_size=None, prefill_chunk=256, slots=1).generate([LONG], max_new_tokens=count)[0]
+    monkeypatch.setattr("spec.engine.compile_step", lambda step, mode: step)  # one step for all lengths
+    engine = case.fresh(page_size=None, prefill_chunk=256, slots=1, mode="default")
+    (whole,) = engine.generate([LONG], max_new_tokens=count)
     assert (whole.token_ids, whole.stats.per_step_accepted) == (out.token_ids, out.stats.per_step_accepted)
 
 
@@ -202,8 +200,10 @@ def test_an_engine_remembers_nothing(case):
         assert engine.generate_plain([MIDDLE], max_new_tokens=3)[0].token_ids == case.greedy(MIDDLE, 3)
 
 
-def test_more_prompts_than_slots(case):
+@pytest.mark.parametrize("lag", [0, 1])
+def test_more_prompts_than_slots(case, lag, monkeypatch):
     """Ragged prompts that end at different times; each comes out as it does alone, its acceptance too."""
+    monkeypatch.setattr(case.engine._readback, "lag", lag)  # 1: a round is read while the next one runs, as on a GPU
     prompts = [LONG, *(prompt(n, seed=5) for n in (2, 35, 3, 17, 9, 1))]
     texts = [case.greedy(ids, 12) for ids in prompts]
     ends = {stop: {len(cut(text, [stop])[0]) for text in texts} for stop in range(97)}
@@ -225,7 +225,9 @@ class Bytes:
         return b"".join(self.parts[i] for i in ids).decode("utf-8", errors="replace")
 
 
-def test_streamed_text(case, monkeypatch):
+@pytest.mark.parametrize("lag", [0, 1])
+def test_streamed_text(case, lag, monkeypatch):
+    monkeypatch.setattr(case.engine._readback, "lag", lag)
     monkeypatch.setattr(case.engine, "tokenizer", Bytes())
     expected = case.greedy(MIDDLE, 20)
     text = Bytes().decode(expected)
@@ -258,16 +260,15 @@ def test_the_target_as_its_drafter_accepts_whole_blocks(lab, target):
 
 @pytest.mark.parametrize("tree", TREES.names())
 def test_a_trained_drafter_in_a_ragged_batch(lab, tree):
-    """Real acceptance of several tokens, different in each slot; it is the same alone."""
+    """Real acceptance, of several tokens and different in each slot, is the same alone; one text is known by heart."""
     stored = load_file(lab.path("fitted", drafter=True) / "cases.safetensors")["prompts"].tolist()
-    prompts = [stored[0], SHORT, stored[1], MIDDLE, *stored[2:]]
-    engine, deepest = lab.build("dflash", tree, "fitted"), 0
-    for ids, out in zip(prompts, engine.generate(prompts, max_new_tokens=20), strict=True):
+    prompts, engine = [stored[0], SHORT, stored[1], MIDDLE, *stored[2:]], lab.build("dflash", tree, "fitted")
+    outs = engine.generate(prompts, max_new_tokens=20)
+    for ids, out in zip(prompts, outs, strict=True):
         check(out, ids, lab.greedy("fitted", ids, 20), "length", engine)
         alone = engine.generate([ids], max_new_tokens=20)[0]
         assert alone.stats.per_step_accepted == out.stats.per_step_accepted
-        deepest = max(deepest, *out.stats.per_step_accepted)
-    assert deepest >= 3
+    assert outs[0].stats.mean_acceptance_length > 4
 
 
 @pytest.mark.parametrize("sampling", [name for name in SAMPLERS.names() if SAMPLERS.get(name).lossless])
@@ -292,8 +293,7 @@ def test_end_tokens_of_the_checkpoint(lab, tiny_targets, tmp_path):
 
 
 def test_a_drafter_of_which_nothing_is_accepted_is_reported(lab):
-    engine = lab.build("self", "chain", "llama")
-    propose = engine.drafter.propose
+    propose = (engine := lab.build("self", "chain", "llama")).drafter.propose
     engine.drafter.propose = lambda *args: dataclasses.replace(draft := propose(*args), ids=(draft.ids + 1) % 97)
     with pytest.warns(UserWarning, match="not one token of drafter 'self'"):
         (out,) = engine.generate([SHORT], max_new_tokens=22)
