@@ -5,7 +5,7 @@ PYTHON ?= python3
 CONFIG ?= smollm2-ngram
 ARGS ?=
 # Not ?=: zsh users may have a PROMPT of their own in the environment.
-PROMPT = Write the numbers from one to thirty as words, separated by commas.
+PROMPT = Correct the spelling mistakes in this text and return the corrected text only: The libary opens at nine in the morning and closes at six in the evening. Visitors may borrow up to five books for three weeks. Books that are returned late cost ten cents a day. Food and drinks are not alowed in the reading room.
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -2,7 +2,7 @@
 
 y = f(norm(x) @ W.T) + residual, one kernel: the RMS norm of x as a prologue (each program sums the squares of the row
 it multiplies anyway), SwiGLU over the two halves of W or the residual's addition as an epilogue.
-Bound: bytes of W over the memory's bandwidth. Several rows go through cuBLAS, which is faster there (docs/notebook.md).
+Bound: bytes of W over the memory's bandwidth. Several rows go through cuBLAS, which is faster there (docs/benchmarks/notebook.md).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _one_row_kernel(
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n_in)
 
 
-# (weights of a program, columns a step, warps) by columns of W; measured on an H200, docs/notebook.md.
+# (weights of a program, columns a step, warps) by columns of W; measured on an H200, docs/benchmarks/notebook.md.
 def tile(n_out: int, k: int) -> tuple[int, int, int]:
     """Block sizes of a launch."""
     if n_out * k < 4_000_000:  # small layers: latency, not bandwidth
