@@ -21,10 +21,15 @@ class LayerView:
         k, v: pages [P, Hkv, page_size, D].
         table: int64 [S + 1, pages a slot], page numbers.
         length: int64 [S + 1], committed positions.
+        scratch_k: [most rows of a forward, Hkv, D], fresh keys of the forward at hand.
+        scratch_v: their values.
+        contiguous: each slot's pages lie in slot order, one a slot.
     """
 
     k: Tensor
     v: Tensor
+    scratch_k: Tensor
+    scratch_v: Tensor
     table: Tensor
     length: Tensor
     contiguous: bool
@@ -95,30 +100,31 @@ class KVCache(nn.Module):
         self.register_buffer("length", torch.zeros(slots + 1, dtype=torch.int64), persistent=False)
 
         self.register_buffer("committed", torch.zeros(1, dtype=torch.int64), persistent=False)
-        self.register_buffer("_addresses", None, persistent=False)
+        self.register_buffer("addresses", self._buffer_addresses(), persistent=False)
 
     table: Tensor
     length: Tensor
     committed: Tensor
-    _addresses: Tensor | None
+    addresses: Tensor
+
+    def _buffer_addresses(self) -> Tensor:
+        """Device addresses of pages and scratch, int64 [2 * layers, 2]: K and V of each layer in turn.
+
+        For a kernel that commits all layers at once; the cache must stay where it was made.
+        """
+        pairs = []
+        for layer in self.layers:
+            assert isinstance(layer, LayerCache)
+            pairs += [
+                [layer.k.data_ptr(), layer.scratch_k.data_ptr()],
+                [layer.v.data_ptr(), layer.scratch_v.data_ptr()],
+            ]
+        return torch.tensor(pairs)
 
     @property
     def slots(self) -> int:
         """S, the dummy not counted."""
         return self.table.shape[0] - 1
-
-    def addresses(self) -> Tensor:
-        """Device addresses of pages and scratch, int64 [2 * layers, 2]: K and V of each layer in turn."""
-        if self._addresses is None:
-            pairs = []
-            for layer in self.layers:
-                assert isinstance(layer, LayerCache)
-                pairs += [
-                    [layer.k.data_ptr(), layer.scratch_k.data_ptr()],
-                    [layer.v.data_ptr(), layer.scratch_v.data_ptr()],
-                ]
-            self._addresses = torch.tensor(pairs, device=self.table.device)
-        return self._addresses
 
     def set_table(self, table: Tensor) -> None:
         """Use another assignment of pages to slots, int64 [S + 1, pages a slot] (a permutation of the pages)."""
@@ -129,7 +135,10 @@ class KVCache(nn.Module):
         """What attention reads of one layer."""
         stored = self.layers[layer]
         assert isinstance(stored, LayerCache)
-        return LayerView(k=stored.k, v=stored.v, table=self.table, length=self.length, contiguous=self.contiguous)
+        return LayerView(
+            k=stored.k, v=stored.v, scratch_k=stored.scratch_k, scratch_v=stored.scratch_v, table=self.table,
+            length=self.length, contiguous=self.contiguous,
+        )  # fmt: skip
 
     def destination(self, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Page and offset behind the committed length for `width` entries a slot; entries past `count` go to the dummy.

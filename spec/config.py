@@ -191,6 +191,8 @@ def load_config(
         if not dot or not name or "." in name:
             raise ValueError(f"override '{key}': write it as table.key, for example tree.budget")
         entry = tables.setdefault(table, {})
+        if not isinstance(entry, dict):
+            raise ValueError(f"[{table}] must be a table, got {entry!r}")
         if name == "name" and entry.get("name", DEFAULTS.get(table)) != changes[key]:
             entry.clear()
         entry[name] = changes[key]

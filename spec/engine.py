@@ -260,6 +260,7 @@ class Engine:
         if self._busy:
             raise ValueError("the engine is still busy with a stream that was not finished; exhaust or close it first")
         self._busy = True
+        self._readback.clear()
         waiting = deque(enumerate(requests))
         running: dict[int, Running] = {}
         try:

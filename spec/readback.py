@@ -64,5 +64,6 @@ class Readback:
         return rows, reason.tolist(), owners
 
     def clear(self) -> None:
-        """Forget what is in flight."""
+        """Forget what is in flight, and take the ring up where the state has it (rounds may have run by hand)."""
         self._queue.clear()
+        self._pushed = int(self._state.round)

@@ -12,6 +12,7 @@ from ..backend import Angles, Plan, Reference
 from ..cache import KVCache, LayerCache, LayerView
 from ..rows import Rows
 from .commit import commit_rows
+from .freeze import freeze
 from .linear import one_row_linear
 from .rotary import rotary_store
 from .tree_attention import choose_splits, tree_attention
@@ -24,18 +25,19 @@ if TYPE_CHECKING:
 class KernelPlan:
     """Attention through `tree_attention`: masks stay bits, the context stays in its pages."""
 
-    rows: Rows
+    position: Tensor
     ancestors: Tensor
+    row_offset: Tensor
+    width: int
     window: int
     splits: int
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerView | None, scale: float) -> Tensor:
-        """See `DensePlan.attend`; a context is needed."""
+        """See `DensePlan.attend`; a context is needed. Fresh K/V is read where the scratch holds it, without a copy."""
         assert layer is not None
-        rows = self.rows
         out: Tensor = tree_attention(
-            q, k, v, layer.k, layer.v, layer.table, layer.length, rows.position, self.ancestors, rows.row_offset,
-            rows.width, scale, self.window, self.splits, None,
+            q, layer.scratch_k, layer.scratch_v, layer.k, layer.v, layer.table, layer.length, self.position,
+            self.ancestors, self.row_offset, self.width, scale, self.window, self.splits, None,
         )  # fmt: skip
         return out
 
@@ -54,14 +56,22 @@ class TritonBackend(Reference):
             return super().plan(rows, cache, window, group=group, dtype=dtype, ancestors=ancestors)
         first = cache.layers[0]
         assert isinstance(first, LayerCache)
-        splits = choose_splits(rows.count, rows.width, rows.slots, first.k.shape[1], group, cache.capacity)
+        splits = choose_splits(
+            rows.count, rows.width, rows.slots, first.k.shape[1], group, cache.capacity, head_dim=first.k.shape[3],
+            window=window or 0, itemsize=first.k.element_size(),
+        )  # fmt: skip
         bits = rows.ancestors if ancestors is None else ancestors
-        return KernelPlan(rows=rows, ancestors=bits, window=window or 0, splits=splits)
+        position, bits, row_offset = freeze([rows.position, bits, rows.row_offset])
+        return KernelPlan(
+            position=position, ancestors=bits, row_offset=row_offset, width=rows.width, window=window or 0,
+            splits=splits,
+        )  # fmt: skip
 
     def angles(self, inverse_frequencies: Tensor, scale: float, position: Tensor, dtype: torch.dtype) -> Angles:
         """fp32 [R, D / 2], one cosine and sine a pair of dimensions."""
         angle = position.float()[:, None] * inverse_frequencies[None, :]
-        return angle.cos() * scale, angle.sin() * scale
+        cos, sin = freeze([angle.cos() * scale, angle.sin() * scale])
+        return cos, sin
 
     def attention_input(
         self, attention: Attention, x: Tensor, norm: RMSNorm, angles: Angles, cache: KVCache | None, layer: int
@@ -100,7 +110,7 @@ class TritonBackend(Reference):
         row = torch.where(step < count[:, None], path, -1)
         first = cache.layers[0]
         assert isinstance(first, LayerCache)
-        commit_rows(cache.committed, cache.addresses(), row, page, offset, first.k, first.scratch_k)
+        commit_rows(cache.committed, cache.addresses, row, page, offset, first.k, first.scratch_k)
         cache.advance(count)
 
     def mlp(self, mlp: MLP, x: Tensor, norm: RMSNorm) -> Tensor:

@@ -2,7 +2,8 @@
 
 y = f(norm(x) @ W.T) + residual, one kernel: the RMS norm of x as a prologue (each program sums the squares of the row
 it multiplies anyway), SwiGLU over the two halves of W or the residual's addition as an epilogue.
-Bound: bytes of W over the memory's bandwidth. Several rows go through cuBLAS, which is faster there (docs/benchmarks/notebook.md).
+Bound: bytes of W over the memory's bandwidth. Several rows go through cuBLAS, which is faster there
+(docs/benchmarks/notebook.md).
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+
+from .launch import launch, release, wait
 
 
 @triton.jit
 def _one_row_kernel(
     x_ptr, w_ptr, norm_ptr, residual_ptr, y_ptr, n_out,
     eps: tl.constexpr, K: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -28,14 +30,19 @@ def _one_row_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     squares = tl.zeros((BLOCK_K,), dtype=tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+    # Weights do not depend on the kernel before: the first of them are on their way before its results are waited for.
+    w = tl.load(w_tile, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+    wait(PDL)
+    for start in tl.range(0, K, BLOCK_K, num_stages=1):
+        if start > 0:
+            if K % BLOCK_K == 0:
+                w = tl.load(w_tile + start, eviction_policy="evict_first")
+            else:
+                w = tl.load(w_tile + start, mask=(k + start < K)[None, :], other=0.0, eviction_policy="evict_first")
         if K % BLOCK_K == 0:
-            w = tl.load(w_tile + start, eviction_policy="evict_first")
             x = tl.load(x_ptr + start + k).to(tl.float32)
         else:
-            inside = k + start < K
-            w = tl.load(w_tile + start, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + start + k, mask=k + start < K, other=0.0).to(tl.float32)
         if HAS_NORM:
             squares += x * x
             if K % BLOCK_K == 0:
@@ -49,6 +56,7 @@ def _one_row_kernel(
             else:
                 up = tl.load(up_tile + start, mask=(k + start < K)[None, :], other=0.0, eviction_policy="evict_first")
             acc_up += up.to(tl.float32) * x[None, :]
+    release(PDL)
     y = tl.sum(acc, 1)
     gain = 1.0
     if HAS_NORM:
@@ -71,7 +79,7 @@ def tile(n_out: int, k: int) -> tuple[int, int, int]:
     return (4, 512, 2)
 
 
-@triton_op("flashtree::one_row_linear", mutates_args=())
+@torch.library.custom_op("flashtree::one_row_linear", mutates_args=())
 def one_row_linear(
     x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, swiglu: bool
 ) -> Tensor:
@@ -92,9 +100,15 @@ def one_row_linear(
     n_out = weight.shape[0] // 2 if swiglu else weight.shape[0]
     y = torch.empty(1, n_out, dtype=x.dtype, device=x.device)
     n, step, warps = tile(n_out, k)
-    wrap_triton(_one_row_kernel)[(triton.cdiv(n_out, n),)](
+    launch(
+        _one_row_kernel, (triton.cdiv(n_out, n),),
         x, weight, weight if norm is None else norm, x if residual is None else residual, y, n_out,
         eps=eps, K=k, HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None, SWIGLU=swiglu,
-        BLOCK_N=n, BLOCK_K=step, STAGES=1, num_warps=warps,
+        BLOCK_N=n, BLOCK_K=step, num_warps=warps,
     )  # fmt: skip
     return y
+
+
+@one_row_linear.register_fake
+def _(x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, swiglu: bool) -> Tensor:
+    return x.new_empty(1, weight.shape[0] // 2 if swiglu else weight.shape[0])

@@ -6,15 +6,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+
+from .launch import launch, release, wait
 
 
 @triton.jit
 def _rotary_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_ptr, k_ptr, v_ptr, qkv_stride,
     eps: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait(PDL)
+    release(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = D // 2
     i = tl.arange(0, BLOCK)
@@ -47,7 +50,7 @@ def _rotary_kernel(
     tl.store(out + half + i, high.to(qkv_ptr.dtype.element_ty), mask=inside)
 
 
-@triton_op("flashtree::rotary_store", mutates_args={"scratch_k", "scratch_v"})
+@torch.library.custom_op("flashtree::rotary_store", mutates_args={"scratch_k", "scratch_v"})
 def rotary_store(
     qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
     scratch_k: Tensor, scratch_v: Tensor, heads: int,
@@ -72,9 +75,18 @@ def rotary_store(
     kv_heads, dim = scratch_k.shape[1:]
     q = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
     unused = qkv if q_norm is None else q_norm
-    wrap_triton(_rotary_kernel)[(rows, heads + 2 * kv_heads)](
+    launch(
+        _rotary_kernel, (rows, heads + 2 * kv_heads),
         qkv, cos, sin, unused, unused if k_norm is None else k_norm, q, scratch_k, scratch_v, qkv.stride(0),
         eps=eps, HQ=heads, HKV=kv_heads, D=dim, BLOCK=triton.next_power_of_2(dim // 2), HAS_NORM=q_norm is not None,
         num_warps=1,
     )  # fmt: skip
     return q
+
+
+@rotary_store.register_fake
+def _(
+    qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+    scratch_k: Tensor, scratch_v: Tensor, heads: int,
+) -> Tensor:  # fmt: skip
+    return qkv.new_empty(qkv.shape[0], heads, scratch_k.shape[2])

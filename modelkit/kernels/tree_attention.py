@@ -13,72 +13,19 @@ A second kernel combines the ranges' sums, maxima and denominators. Source: Dao 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+
+from .launch import launch, release, wait
+from .tiles import MAX_SPLITS, choose_splits, choose_tile, tile_count
+
+__all__ = ["choose_splits", "tree_attention"]
 
 LOWEST = tl.constexpr(-1.0e30)  # finite, so that a row which sees nothing in a range makes no NaN
 LOG2E = tl.constexpr(math.log2(math.e))
-MAX_SPLITS = 128
-KEYS_PER_SPLIT = 16384  # of several slots, a full one is cut at least this fine: it may be the only long one
-
-
-class Tile(NamedTuple):
-    """What a program works on: query vectors, keys a step, padded head dim; the figures suit Hopper's shared memory."""
-
-    block_m: int
-    block_n: int
-    block_d: int
-    warps: int
-    stages: int  # loads in flight of the context loop
-    min_blocks: int  # key blocks a range has at least: a short context uses fewer ranges
-    per_sm: int  # programs that fit a multiprocessor at once
-
-
-def choose_tile(R: int, width: int, slots: int, G: int, head_dim: int, itemsize: int = 2) -> Tile:
-    """Tile for R rows of `slots` slots, up to `width` rows each, with G query heads a KV head."""
-    vectors = width * G
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    if itemsize > 2:  # fp32 is not for speed: small tiles, so that any head dim fits
-        return Tile(16 if vectors <= 16 else 32, 32, block_d, 4, 1, 1, 1)
-    block_m = min(128, max(16, triton.next_power_of_2(vectors)))
-    if block_m == 128 and (vectors - 1) % 128 < 64:  # 64 pads less
-        block_m = 64
-    # Among many slots that step plainly, the few that draft take several tiles.
-    block_m = min(block_m, max(16, triton.next_power_of_2(2 * -(-R * G // slots))))
-    if block_d > 128:
-        return Tile(16, 32, block_d, 4, 3, 1, 2) if block_m == 16 else Tile(min(block_m, 64), 32, block_d, 8, 2, 1, 1)
-    if block_m == 128:
-        return Tile(128, 64, block_d, 8, 3, 2, 1)
-    return Tile(64, 64, block_d, 4, 3, 2, 2) if block_m == 64 else Tile(block_m, 64, block_d, 4, 4, 1, 2)
-
-
-def tile_count(R: int, width: int, slots: int, G: int, block_m: int) -> int:
-    """Most tiles that the rows of all slots can need: exactly ceil(R * G / block_m) for one slot."""
-    return min((R * G + slots * (block_m - 1)) // block_m, slots * -(-width * G // block_m))
-
-
-def choose_splits(
-    R: int, width: int, slots: int, Hkv: int, G: int, capacity: int, sms: int = 132, *, head_dim: int = 128,
-    window: int = 0, itemsize: int = 2,
-) -> int:  # fmt: skip
-    """Ranges to split the keys into: as many as one wave of programs holds, from host constants.
-
-    R rows (padding included) of `slots` slots, up to `width` rows and `capacity` committed positions each, on a GPU of
-    `sms` multiprocessors; `head_dim`, `window` (0 for none) and `itemsize` (bytes) are the layer's.
-    """
-    tile = choose_tile(R, width, slots, G, head_dim, itemsize)
-    keys = min(capacity, window + width) if window else capacity
-    blocks = -(-keys // tile.block_n) + -(-width // tile.block_n)
-    fill = max(1, sms * tile.per_sm // (tile_count(R, width, slots, G, tile.block_m) * Hkv))
-    below = 1 << (fill.bit_length() - 1)
-    fill = below if fill < below * 9 // 8 else fill  # the combine kernel pads to a power of two
-    least = -(-keys // KEYS_PER_SPLIT) if slots > 1 else 1
-    return max(1, min(max(fill, least), blocks, MAX_SPLITS))
 
 
 @triton.jit
@@ -184,8 +131,9 @@ def _attend_kernel(
     PAGE: tl.constexpr, PAGES: tl.constexpr, WORDS: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
     SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, STAGES: tl.constexpr, MIN_BLOCKS: tl.constexpr, ONE_TILE: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait(PDL)
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     PRECISION: tl.constexpr = "ieee" if q.dtype.element_ty == tl.float32 else "tf32"
@@ -231,7 +179,7 @@ def _attend_kernel(
         oldest = tl.minimum(tl.maximum(tl.min(where, 0) - WINDOW + 1, 0) // BLOCK_N, context)
     blocks = context - oldest + (count + BLOCK_N - 1) // BLOCK_N
     ranges = tl.minimum(SPLITS, (blocks + MIN_BLOCKS - 1) // MIN_BLOCKS)
-    begin = oldest + blocks * split // ranges
+    first = oldest + blocks * split // ranges
     end = oldest + blocks * (split + 1) // ranges
     at_stats = split * (ROWS * HEADS) + vector
     if SPLITS > 1:  # noqa: SIM102 - a branch of the compiler's around one of the device's
@@ -255,21 +203,22 @@ def _attend_kernel(
     if WINDOW == 0:
         full = committed // BLOCK_N
         acc, top, total = _attend_context(
-            begin, tl.minimum(end, full), query, where, k_pages, v_pages, table_row, first_page, head, committed,
+            first, tl.minimum(end, full), query, where, k_pages, v_pages, table_row, first_page, head, committed,
             acc, top, total, KV_HEADS, DIM, PAGE, PAGES, WINDOW, SCALE, BLOCK_N, BLOCK_D, EVICT, PRECISION,
             MASKED=False, STAGES=STAGES,
         )  # fmt: skip
     acc, top, total = _attend_context(
-        tl.maximum(begin, full), tl.minimum(end, context), query, where, k_pages, v_pages, table_row, first_page,
+        tl.maximum(first, full), tl.minimum(end, context), query, where, k_pages, v_pages, table_row, first_page,
         head, committed, acc, top, total, KV_HEADS, DIM, PAGE, PAGES, WINDOW, SCALE, BLOCK_N, BLOCK_D, EVICT, PRECISION,
         MASKED=True, STAGES=STAGES if WINDOW > 0 else 1,
     )  # fmt: skip
     acc, top, total = _attend_rows(
-        tl.maximum(begin, context) - context, tl.maximum(end, context) - context, query, where, own, inside, row, start,
+        tl.maximum(first, context) - context, tl.maximum(end, context) - context, query, where, own, inside, row, start,
         count, k, v, position, ancestors, head, acc, top, total, KV_HEADS, DIM, WORDS, WINDOW, SCALE, BLOCK_M, BLOCK_N,
         BLOCK_D, PRECISION,
     )  # fmt: skip
 
+    release(PDL)
     cover = inside[:, None] & (dim < DIM)[None, :]
     at = vector[:, None] * DIM + dim[None, :]
     if SPLITS == 1:
@@ -284,8 +233,10 @@ def _attend_kernel(
 def _combine_kernel(
     partial, stats, row_offset, out,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait(PDL)
+    release(PDL)
     vector = tl.program_id(0)
     dim = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     split = tl.arange(0, BLOCK_S)
@@ -302,7 +253,7 @@ def _combine_kernel(
     tl.store(out + vector * DIM + dim, result.to(out.dtype.element_ty), mask=dim < DIM)
 
 
-@triton_op("modelkit::tree_attention", mutates_args={})
+@torch.library.custom_op("flashtree::tree_attention", mutates_args=())
 def _tree_attention(
     q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, length: Tensor, position: Tensor,
     ancestors: Tensor, row_offset: Tensor, width: int, scale: float, window: int, splits: int, sinks: Tensor | None,
@@ -318,7 +269,8 @@ def _tree_attention(
     if splits > 1:
         partial = torch.empty((splits, R * Hq, D), dtype=torch.float32, device=q.device)
         stats = torch.empty((2, splits, R * Hq), dtype=torch.float32, device=q.device)
-    wrap_triton(_attend_kernel)[(tile_count(R, width, slots, group, tile.block_m), Hkv, splits)](
+    launch(
+        _attend_kernel, (tile_count(R, width, slots, group, tile.block_m), Hkv, splits),
         q, k, v, k_pages, v_pages, table, length, position, ancestors, row_offset, q if sinks is None else sinks,
         out, partial, stats,
         ROWS=R, SLOTS=slots, KV_HEADS=Hkv, GROUP=group, DIM=D, PAGE=page, PAGES=table.shape[1],
@@ -330,11 +282,20 @@ def _tree_attention(
     if splits > 1:
         block_s = triton.next_power_of_2(splits)
         block_c = min(tile.block_d, max(32, 4096 // block_s))
-        wrap_triton(_combine_kernel)[(R * Hq, tile.block_d // block_c)](
+        launch(
+            _combine_kernel, (R * Hq, tile.block_d // block_c),
             partial, stats, row_offset, out, ROWS=R, SLOTS=slots, HEADS=Hq, DIM=D, SPLITS=splits, BLOCK_S=block_s,
             BLOCK_C=block_c, num_warps=max(1, min(4, block_s * block_c // 1024)),
         )  # fmt: skip
     return out
+
+
+@_tree_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, length: Tensor, position: Tensor,
+    ancestors: Tensor, row_offset: Tensor, width: int, scale: float, window: int, splits: int, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return torch.empty_like(q)
 
 
 def tree_attention(
@@ -346,8 +307,8 @@ def tree_attention(
 
     Args:
         q: [R, Hq, D], bf16, fp16 or fp32, rotated.
-        k: [R, Hkv, D], the rows' own keys, rotated.
-        v: [R, Hkv, D], their values.
+        k: [R or more, Hkv, D], the rows' own keys, rotated.
+        v: [R or more, Hkv, D], their values.
         k_pages: [P, Hkv, page_size, D], the context's keys, contiguous.
         v_pages: [P, Hkv, page_size, D], its values, contiguous.
         table: int64 [S + 1, pages a slot], contiguous.
@@ -380,6 +341,8 @@ def tree_attention(
     if sinks is not None:
         shapes["sinks"] = (sinks, (Hq,), torch.float32)
     for name, (given, shape, dtype) in shapes.items():
+        if name in "kv":  # a scratch buffer may hold more rows than this forward has
+            shape = (max(R, given.shape[0]), *shape[1:])
         if tuple(given.shape) != shape or given.dtype != dtype:
             raise ValueError(f"{name} must be {dtype} {list(shape)}, got {given.dtype} {list(given.shape)}")
         if name in ("k_pages", "v_pages", "table") and not given.is_contiguous():

@@ -38,20 +38,6 @@ class Static:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.candidates = max(config.widths)
-        parent, rank, depth = [-1], [0], [0]
-        level = [0]
-        self._level_sizes = []
-        for d, width in enumerate(config.widths):
-            below = []
-            for node in level:
-                for r in range(width):
-                    below.append(len(parent))
-                    parent.append(node)
-                    rank.append(r)
-                    depth.append(d + 1)
-            level = below
-            self._level_sizes.append(len(below))
-        self._parent, self._rank, self._depth = torch.tensor(parent), torch.tensor(rank), torch.tensor(depth)
 
     def nodes(self, depth: int) -> int:
         """The budget and the root."""
@@ -60,34 +46,29 @@ class Static:
         return self.config.budget + 1
 
     def build(self, proposal: Proposal, root: Tensor) -> Tree:
-        """Fill the topology with the best candidates; with edges, ranks follow the parent's own scores."""
-        slots, device = root.shape[0], root.device
-        parent, rank, depth = (t.to(device) for t in (self._parent, self._rank, self._depth))
-        if self._parent.device != device:
-            self._parent, self._rank, self._depth = parent, rank, depth
-        candidate = torch.zeros(slots, len(parent), dtype=torch.int64, device=device)
-        alive = torch.ones(slots, len(parent), dtype=torch.bool, device=device)
-        first = 1
-        for d, size in enumerate(self._level_sizes):
-            last = first + size
-            nodes = slice(first, last)
-            above = candidate[:, parent[nodes]]
+        """Fill the topology level by level with the best candidates; with edges, by the parent's own scores."""
+        slots = root.shape[0]
+        candidate = torch.zeros_like(root)[:, None]
+        alive = torch.ones_like(candidate, dtype=torch.bool)
+        token, parent, depth, valid = [root[:, None]], [candidate - 1], [candidate], [alive]
+        above = 0  # nodes before the level above
+        for d, width in enumerate(self.config.widths):
+            size = candidate.shape[1] * width
+            index = torch.arange(size, device=root.device)
+            up, rank = index // width, (index % width).expand(slots, size)[:, :, None]
             if proposal.edge is None or d == 0:
-                scores = proposal.score[:, d, None, :].expand(-1, last - first, -1)
+                scores = proposal.score[:, d, None, :].expand(-1, size, -1)
             else:
-                scores = proposal.edge[:, d].gather(1, above[:, :, None].expand(-1, -1, proposal.candidates))
+                scores = proposal.edge[:, d].gather(1, candidate[:, up, None].expand(-1, -1, proposal.candidates))
             best, order = scores.sort(dim=-1, descending=True, stable=True)
-            pick = rank[nodes].expand(slots, -1)[:, :, None]
-            candidate[:, nodes] = order.gather(2, pick)[:, :, 0]
-            alive[:, nodes] = alive[:, parent[nodes]] & (best.gather(2, pick)[:, :, 0] > -torch.inf)
-            first = last
-        level = (depth - 1).clamp(min=0).expand(slots, -1)
-        token = proposal.ids[torch.arange(slots, device=device)[:, None], level, candidate]
-        token = torch.where(depth > 0, token, root[:, None])
+            above, first = above + candidate.shape[1], above
+            candidate = order.gather(2, rank)[:, :, 0]
+            alive = alive[:, up] & (best.gather(2, rank)[:, :, 0] > -torch.inf)
+            token.append(proposal.ids[:, d].gather(1, candidate))
+            parent.append((up + first).expand(slots, size))
+            depth.append(torch.full_like(candidate, d + 1))
+            valid.append(alive)
+        whole = [torch.cat(parts, 1) for parts in (token, parent, depth, valid)]
         return Tree.make(
-            token=token,
-            parent=parent.expand(slots, -1),
-            depth=depth.expand(slots, -1),
-            valid=alive,
-            max_depth=len(self.config.widths),
+            token=whole[0], parent=whole[1], depth=whole[2], valid=whole[3], max_depth=len(self.config.widths)
         )

@@ -226,7 +226,10 @@ def test_definition_is_the_dense_plan(name):
         token=torch.zeros(R, dtype=torch.int64), position=a["position"], slot=slot, parent=slot, valid=slot < S,
         ancestors=a["ancestors"], row_offset=a["row_offset"], width=a["width"], bound=bound,
     )  # fmt: skip
-    view = LayerView(k=a["k_pages"], v=a["v_pages"], table=a["table"], length=a["length"], contiguous=False)
+    view = LayerView(
+        k=a["k_pages"], v=a["v_pages"], scratch_k=a["k"], scratch_v=a["v"], table=a["table"], length=a["length"],
+        contiguous=False,
+    )  # fmt: skip
     plan = DensePlan.prepare(rows, view, case.window or None, group=case.G, dtype=torch.float64)  # type: ignore[arg-type]
     out = plan.attend(a["q"], a["k"], a["v"], view, a["scale"])
     torch.testing.assert_close(out[:used], expected(a)[:used])
@@ -404,7 +407,7 @@ def test_gpu_operator_is_registered_rightly():
     order = ("q", "k", "v", "k_pages", "v_pages", "table", "length", "position", "ancestors", "row_offset")
     flat = [a[k] for k in (*order, "width", "scale", "window", "splits", "sinks")]
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.modelkit.tree_attention.default, tuple(flat), test_utils=checks)
+    torch.library.opcheck(torch.ops.flashtree.tree_attention.default, tuple(flat), test_utils=checks)
 
 
 def interpret() -> dict[str, Any]:

@@ -1,0 +1,75 @@
+"""Compiled rounds on a GPU: the tokens of eager rounds, in one captured graph a bucket, no host in between."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from modelkit.compile import Counters
+from spec import Engine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:not one token of drafter")]
+
+PAIRS = [("ngram", "best_first"), ("self", "chain"), ("dflash", "best_first"), ("dflash", "static")]
+
+
+def prompts():
+    """Lengths that cross pages of 16 and chunks of 32; one repeats itself, so that n-grams are found."""
+    draw = random.Random(5)
+    return [draw.choices(range(97), k=n) for n in (3, 31)] + [[7, 8, 9, 10, 11] * 9]
+
+
+def engine(targets, drafters, draft, tree, mode, kernels, **sizes):
+    path = {"path": str(drafters["qwen3"])} if draft == "dflash" else {}
+    return Engine.from_config(
+        {
+            "target": {"path": str(targets["qwen3"]), "dtype": "float32", "device": "cuda"},
+            "draft": {"name": draft, **path},
+            "tree": {"name": tree},
+            "engine": {"max_model_len": 128, "prefill_chunk": 32, **sizes},
+            "compile": {"mode": mode, "kernels": kernels},
+        }
+    )
+
+
+@pytest.mark.parametrize(("draft", "tree"), PAIRS)
+def test_compiled_rounds_equal_eager_ones(tiny_targets, tiny_drafters, draft, tree):
+    build = lambda *how, **sizes: engine(tiny_targets, tiny_drafters, draft, tree, *how, **sizes)  # noqa: E731
+    want = build("none", "reference").generate_plain(prompts(), max_new_tokens=40)
+    before = Counters.read()
+    fast = build("reduce-overhead", "triton")
+    for _ in range(2):  # the second time nothing is compiled any more
+        got = fast.generate(prompts(), max_new_tokens=40)
+        assert [c.token_ids for c in got] == [c.token_ids for c in want]
+        assert [sum(n + 1 for n in c.stats.per_step_accepted) + 1 for c in got] == [40] * len(want)
+    after = Counters.read()
+    assert after.recompiles == before.recompiles
+    assert after.skipped == before.skipped
+    assert after.partitions == before.partitions
+    assert after.non_static_inputs == before.non_static_inputs
+    eager = build("none", "triton", page_size=16).generate(prompts(), max_new_tokens=40)
+    assert [c.token_ids for c in eager] == [c.token_ids for c in want]
+
+
+def test_two_slots_in_one_graph(tiny_targets, tiny_drafters):
+    want = engine(tiny_targets, tiny_drafters, "ngram", "best_first", "none", "reference").generate_plain(
+        prompts(), max_new_tokens=24
+    )
+    both = engine(tiny_targets, tiny_drafters, "ngram", "best_first", "reduce-overhead", "triton", slots=2)
+    got = both.generate(prompts(), max_new_tokens=24)
+    assert [c.token_ids for c in got] == [c.token_ids for c in want]
+
+
+def test_no_synchronisation_in_a_round(tiny_targets, tiny_drafters):
+    fast = engine(tiny_targets, tiny_drafters, "ngram", "best_first", "reduce-overhead", "triton")
+    fast.generate(prompts()[:1], max_new_tokens=24)  # compiles and captures
+    step = fast.compiled_step(fast.nodes)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(10):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
