@@ -1,0 +1,144 @@
+"""The command line: what it prints, and that a user's mistake is one sentence and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from modelkit.demo import DEMO_NAME
+from spec.cli import main
+
+
+@pytest.fixture
+def folder(tiny_targets, tmp_path) -> Path:
+    """A target of one's own, to break."""
+    return Path(shutil.copytree(tiny_targets["qwen3"], tmp_path / "target"))
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"id": "a", "token_ids": [1, 2, 3, 1, 2]}\n\n{"id": "b", "token_ids": [5, 6]}\n')
+    return file
+
+
+def generate(folder, *arguments) -> int:
+    return main(["generate", "--config", "smollm2-ngram", "--set", f"target.path={folder}", "--set",
+                 "target.dtype=float32", *map(str, arguments)])  # fmt: skip
+
+
+def edit(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def truncate(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+def index_of_missing_shards(folder):
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+MISTAKES = {
+    "no such config": ([], ["--config", "smollm2-ngrm"], "did you mean 'smollm2-ngram'"),
+    "no such target": ([shutil.rmtree], [], "is neither a folder nor"),
+    "no weights": ([lambda f: (f / "model.safetensors").unlink()], [], "neither model.safetensors nor"),
+    "truncated weights": ([truncate], [], "truncated"),
+    "missing shards": ([index_of_missing_shards], [], "model-00001-of-00002.safetensors"),
+    "unknown model type": ([lambda f: edit(f, model_type="mamba")], [], "unknown model type 'mamba'"),
+    "no rope theta": ([lambda f: edit(f, rope_theta=None, rope_parameters=None)], [], "rope_theta"),
+    "budget 0": ([], ["--set", "tree.budget=0"], "1..1023"),
+    "budget beyond the limit": ([], ["--set", "tree.budget=5000"], "1..1023"),
+    "unknown key": ([], ["--set", "tree.bugdet=7"], "unknown key 'bugdet'"),
+    "unknown table": ([], ["--set", "tre.budget=7"], "unknown table [tre]"),
+    "unknown tree": ([], ["--set", "tree.name=best_frist"], "did you mean 'best_first'"),
+    "wrong type": ([], ["--set", "tree.budget=many"], "is not a int"),
+    "no equals": ([], ["--set", "tree.budget"], "table.key=value"),
+    "disagreeing lengths": ([], ["--set", "draft.num_speculative_tokens=3"], "disagree"),
+    "temperature": ([], ["--temperature", "0.7"], "'greedy' decodes at 0 only"),
+    "no tokens": ([], ["--max-new-tokens", "0"], "max_new_tokens = 0"),
+    "context larger than the model's": ([], ["--set", "engine.max_model_len=100000"], "made for"),
+    "triton on a CPU": ([], ["--set", "compile.kernels=triton"], "need a CUDA device"),
+    "no drafter path": ([], ["--set", "draft.name=dflash"], "path is missing"),
+    "text without a tokenizer": ([], ["--prompt", "hello"], "no tokenizer"),
+    "no prompt file": ([], ["--prompt-file", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_sentence(name, folder, prompts, capsys):
+    breakers, arguments, expected = MISTAKES[name]
+    for breaker in breakers:
+        breaker(folder)
+    if "--prompt" not in arguments and "--prompt-file" not in arguments:
+        arguments = ["--prompt-file", prompts, *arguments]
+    assert generate(folder, *arguments) == 2
+    out, err = capsys.readouterr()
+    assert expected in err and not out
+    assert err.startswith("flashtree: error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("{", "line 2: not valid JSON"),
+        ("[]", "line 2: not a JSON object"),
+        ('{"text": "x"}', "exactly one of"),
+        ('{"token_ids": []}', "prompt 1: the prompt is empty"),
+        ('{"token_ids": [1, 97]}', "token id 97 is outside"),
+        (json.dumps({"token_ids": [1] * 600}), "prompt 1: the prompt has 600 tokens"),
+    ],
+)
+def test_a_bad_line_is_found_before_anything_runs(line, expected, folder, tmp_path, capsys):
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"token_ids": [1, 2]}\n' + line + "\n")
+    assert generate(folder, "--prompt-file", file) == 2
+    out, err = capsys.readouterr()
+    assert expected in err and not out
+
+
+@pytest.mark.parametrize(("change", "expected"), [({"hidden_size": 32}, "hidden size 32"), ({"vocab_size": 50}, "50")])
+def test_a_drafter_for_another_target(change, expected, folder, prompts, tiny_drafters, tmp_path, capsys):
+    drafter = Path(shutil.copytree(tiny_drafters["qwen3"], tmp_path / "drafter"))
+    edit(drafter, **change)
+    assert (
+        generate(folder, "--prompt-file", prompts, "--set", "draft.name=dflash", "--set", f"draft.path={drafter}") == 2
+    )
+    assert expected in capsys.readouterr().err
+
+
+def test_json_lines(folder, prompts, capsys):
+    arguments = ("--prompt-file", prompts, "--json", "--compare", "--max-new-tokens", 12)
+    assert generate(folder, *arguments) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [r["id"] for r in records] == ["a", "b"]
+    for record in records:
+        assert len(record["token_ids"]) == 12 and record["tokens_identical"] is True
+        assert record["finish_reason"] == "length" and record["stats"]["mean_acceptance_length"] >= 1
+
+
+def test_the_main_job_streams_and_compares(capsys):
+    arguments = ["generate", "--prompt", "What is the capital of France?", "--set", "engine.max_model_len=256"]
+    assert main([*arguments, "--set", "target.dtype=float32", "--set", f"target.path={DEMO_NAME}"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("The capital of France is Paris.")
+    for expected in ("tokens/s", "rounds", "mean acceptance length", "acceptance per depth", "tokens identical: yes"):
+        assert expected in out
+
+
+def test_standard_input_and_help():
+    run = [sys.executable, "-m", "spec.generate"]
+    told = subprocess.run([*run, "--help"], capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0 and "--prompt-file" in told.stdout
+    empty = subprocess.run([*run], input="", capture_output=True, text=True, timeout=60)
+    assert empty.returncode == 2 and "standard input is empty" in empty.stderr
+    assert "Traceback" not in empty.stderr

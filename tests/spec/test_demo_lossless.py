@@ -1,0 +1,47 @@
+"""The real demo model on real prompts: the tokens of transformers' greedy `generate`, for drafters x trees, in fp32.
+
+The whole matrix (30 prompts x 96 tokens) is a command: `flashtree check-lossless`, see docs/concepts/lossless.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spec import Engine
+from spec.draft import DRAFTERS
+from spec.peers import transformers_greedy, transformers_model
+from spec.prompts import encode_all, pick_prompts
+from spec.tree import TREES
+
+PROMPTS = Path(__file__).resolve().parents[3] / "shared" / "prompts"
+TOKENS = 32
+DRAFTS = [name for name in DRAFTERS.names() if name != "dflash"]  # no drafter is published for this target
+
+
+def build(draft: str, tree: str) -> Engine:
+    changes = {"draft.name": draft, "tree.name": tree, "target.dtype": "float32", "engine.max_model_len": 1024}
+    return Engine.from_config("smollm2-ngram", changes)
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    """Token ids of six prompts and what transformers makes of them."""
+    files = sorted(map(str, PROMPTS.glob("*.jsonl")))
+    if not files:
+        pytest.skip(f"the shared prompts are not at {PROMPTS}")
+    engine = build("ngram", "chain")
+    texts = encode_all(pick_prompts(files, 6), engine.tokenizer, engine.target.config.vocab_size)
+    peer = transformers_model(engine)
+    return texts, [transformers_greedy(peer, ids, TOKENS) for ids in texts]
+
+
+@pytest.mark.parametrize("tree", TREES.names())
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_tokens_are_those_of_transformers(oracle, draft, tree):
+    texts, expected = oracle
+    got = build(draft, tree).generate(texts, max_new_tokens=TOKENS)
+    assert [c.token_ids for c in got] == expected
+    if draft == "self":
+        assert min(c.stats.mean_acceptance_length for c in got) > 2  # it really speculates
