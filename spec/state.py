@@ -32,9 +32,10 @@ class RoundState(nn.Module):
 
     Args:
         cache: the target's.
-        slots, capacity: of that cache.
+        capacity: positions a slot of that cache holds.
         depth: L.
         features: K * H, 0 for a drafter that taps nothing.
+        dtype: of the features.
         max_stop_ids: M.
     """
 
