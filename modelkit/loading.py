@@ -164,14 +164,13 @@ def load_model(
     """Load a published checkpoint folder.
 
     Args:
-        path: folder with config.json and safetensors.
+        path: folder with config.json and safetensors; with `random_seed` also a config.json alone.
         dtype: of parameters and caches.
         device: where the model lives.
         layout: object with `place(module)`, applied to the loaded model before fusing (see `parallel`).
         fuse: fuse qkv and gate/up projections into one GEMM each.
         kernels: "reference", "triton" or "auto"; see `modelkit.backend`.
-        random_seed: fill the parameters with noise instead of reading weights: shapes for timing, from a config.json
-            alone.
+        random_seed: fill the parameters with noise instead of reading weights: shapes for timing.
 
     Returns:
         The model in eval mode, without gradients.
@@ -181,9 +180,12 @@ def load_model(
     """
     check_torch()
     folder = Path(path)
-    if not folder.is_dir():
+    if random_seed is not None and folder.is_file():
+        config = ModelConfig.from_dict(read_json(folder), str(folder))
+    elif folder.is_dir():
+        config = ModelConfig.from_folder(folder)
+    else:
         raise ValueError(f"model folder {folder} does not exist")
-    config = ModelConfig.from_folder(folder)
     model = build_on_meta(lambda: Transformer(config))
     assert isinstance(model, Transformer)
     model.backend = make_backend(kernels, torch.device(device))

@@ -46,7 +46,7 @@ class Engine:
     Build it with `Engine.from_config`. One thread at a time may use it.
     """
 
-    def __init__(self, config: GenerateConfig, progress: Any = None, random_seed: int | None = None) -> None:
+    def __init__(self, config: GenerateConfig, progress: Any = None) -> None:
         self.config = config
         if config.engine.threads is not None:
             torch.set_num_threads(config.engine.threads)
@@ -54,7 +54,7 @@ class Engine:
         layout = LAYOUTS.get(config.parallel.name)(config.parallel.config)  # type: ignore[call-arg]
         self.target = load_model(
             folder, dtype=config.target.dtype, device=config.target.device, layout=layout,
-            kernels=config.compile.kernels, random_seed=random_seed,
+            kernels=config.compile.kernels,
         )  # fmt: skip
         self.tokenizer = load_tokenizer(folder)
         model_limit = self.target.config.max_position_embeddings

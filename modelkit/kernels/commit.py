@@ -16,7 +16,7 @@ from torch import Tensor
 @triton.jit
 def _commit_kernel(
     table_ptr, path_ptr, page_ptr, offset_ptr, page_stride, head_stride,
-    SPAN: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+    HKV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     entry, buffer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = tl.load(path_ptr + entry)
@@ -52,7 +52,7 @@ def commit_rows(
     heads, page_size, dim = sample.shape[1:]
     _commit_kernel[(path.numel(), table.shape[0])](
         table, path.contiguous(), page, offset, heads * page_size * dim, page_size * dim,
-        SPAN=path.shape[1], HKV=heads, D=dim, BLOCK=triton.next_power_of_2(heads * dim),
+        HKV=heads, D=dim, BLOCK=triton.next_power_of_2(heads * dim),
         DTYPE=_TRITON_TYPES[sample.dtype], num_warps=4,
     )  # fmt: skip
 
