@@ -6,9 +6,10 @@ anywhere asks for a family's name again. Whatever changes results is read or ref
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ class ModelConfig:
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}"
             )
+        if not 0 < self.rms_norm_eps < 1:
+            raise ValueError(f"rms_norm_eps {self.rms_norm_eps} is not a small positive number")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary embedding needs pairs")
         if len(self.windows) != self.num_hidden_layers:
@@ -82,8 +85,13 @@ class ModelConfig:
         Raises:
             ValueError: an unknown `model_type`, or a missing or unsupported key that would change results.
         """
+        with wrong_types(where):
+            return cls._read(config, where)
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any], where: str) -> ModelConfig:
         model_type = config.get("model_type")
-        if model_type not in FAMILIES:
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise ValueError(f"{where}: unknown model type {model_type!r}; known: {', '.join(FAMILIES)}")
         family = FAMILIES[model_type]
         need = _Reader(config, where)
@@ -97,6 +105,9 @@ class ModelConfig:
             raise ValueError(f"{where}: quantised checkpoints (quantization_config) are not implemented")
         bias = bool(config.get("attention_bias", False))
         eos = config.get("eos_token_id")
+        eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in eos):
+            raise ValueError(f"{where}: eos_token_id {eos!r} must be a token id or a list of them")
         return cls(
             model_type=model_type,
             vocab_size=need.integer("vocab_size"),
@@ -116,7 +127,7 @@ class ModelConfig:
             output_bias=bias if family.output_bias is None else family.output_bias,
             mlp_bias=family.reads_mlp_bias and bool(config.get("mlp_bias", False)),
             final_logit_softcapping=config.get("final_logit_softcapping") or None,
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+            eos_token_ids=tuple(eos),
             bos_token_id=config.get("bos_token_id"),
         )
 
@@ -130,6 +141,17 @@ class ModelConfig:
             if "eos_token_id" in generation:
                 config["eos_token_id"] = generation["eos_token_id"]
         return cls.from_dict(config, str(folder / "config.json"))
+
+
+@contextlib.contextmanager
+def wrong_types(where: str) -> Iterator[None]:
+    """Turn what a value of the wrong type makes the reading code raise into one sentence that names the file."""
+    try:
+        yield
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{where}: a value has the wrong type ({error})") from None
+    except ValueError as error:
+        raise error if str(error).startswith(where) else ValueError(f"{where}: {error}") from None
 
 
 def layer_windows(config: Mapping[str, Any], layers: int, rule: str, where: str) -> tuple[int | None, ...]:

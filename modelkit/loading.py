@@ -116,8 +116,8 @@ def load_weights(
             extra[name] = tensor
         elif name not in wanted:
             unknown.append(stored_name)
-        elif not tensor.is_floating_point():
-            raise ValueError(f"{folder}: {stored_name} holds {tensor.dtype}; only floating-point weights are read")
+        elif tensor.dtype not in (*DTYPES.values(), torch.float64):
+            raise ValueError(f"{folder}: {stored_name} holds {tensor.dtype}; only float16 to float64 are read")
         elif wanted[name].shape != tensor.shape:
             raise ValueError(
                 f"{folder}: {stored_name} has shape {list(tensor.shape)}, the config asks for "
@@ -179,6 +179,7 @@ def load_model(
         ValueError: the folder, its config or its weights are not usable; the message says what is wrong.
     """
     check_torch()
+    check_device(device)
     folder = Path(path)
     if random_seed is not None and folder.is_file():
         config = ModelConfig.from_dict(read_json(folder), str(folder))
@@ -202,6 +203,18 @@ def load_model(
         fuse_projections(model)
     model.prepare()
     return model.eval()
+
+
+def check_device(device: str | torch.device) -> None:
+    """Refuse a device that is misspelt or not there."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"unknown device {device!r}; for example cpu, cuda, cuda:1") from None
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device '{device}' is not supported; known: cpu, cuda")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device '{device}' is not there: {torch.cuda.device_count()} CUDA device(s) found")
 
 
 def random_weights(module: nn.Module, *, dtype: torch.dtype, device: torch.device, seed: int) -> None:

@@ -18,7 +18,8 @@ T = TypeVar("T")
 C = TypeVar("C", bound=type)
 
 
-def _unknown(what: str, given: str, known: Iterable[str]) -> ValueError:
+def unknown_name(what: str, given: str, known: Iterable[str]) -> ValueError:
+    """The error for a name that is not known: what is, and the nearest."""
     names = sorted(known)
     close = difflib.get_close_matches(given, names, n=1)
     hint = f"; did you mean '{close[0]}'?" if close else ""
@@ -93,7 +94,7 @@ def parse_config(config_type: type[T], table: Mapping[str, Any], where: str) -> 
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in fields:
-            raise ValueError(f"{where}: {_unknown('key', key, fields)}")
+            raise ValueError(f"{where}: {unknown_name('key', key, fields)}")
         try:
             values[key] = _read(annotations[key], value)
         except TypeError:
@@ -144,7 +145,7 @@ class Registry(Generic[T]):
         """
         if ":" not in name:
             if name not in self._classes:
-                raise _unknown(self.kind, name, self._classes)
+                raise unknown_name(self.kind, name, self._classes)
             return self._classes[name]
         module, _, attribute = name.partition(":")
         try:

@@ -43,6 +43,13 @@ class RopeConfig:
     attention_factor: float = 1.0
     truncate: bool = True
 
+    def __post_init__(self) -> None:
+        """Refuse what would make no angles."""
+        for name in ("theta", "factor"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"rope {name} {value} is not a positive number")
+
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], where: str) -> RopeConfig:
         """Read the RoPE keys of a config.json, in the older and the newer (`rope_parameters`) spelling.
@@ -73,6 +80,7 @@ class RopeConfig:
         mscale, mscale_all = read.pop("mscale", None), read.pop("mscale_all_dim", None)
         if kind == "yarn" and "attention_factor" not in read:
             read["attention_factor"] = _yarn_attention_factor(float(read["factor"]), mscale, mscale_all)
+        read["factor"] = float(read.get("factor", 1.0))
         return cls(theta=float(theta), type=kind, **read)
 
     def inverse_frequencies(self, head_dim: int) -> Tensor:

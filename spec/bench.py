@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .cli import add_config_arguments
+from .cli import add_config_arguments, check_writable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .engine import Engine
     from .prompts import encode_all, pick_prompts
 
+    check_writable(arguments.json)
     overrides = dict(parse_override(text) for text in arguments.overrides)
     engine = Engine(load_config(arguments.config, overrides), progress=lambda line: print(line, file=sys.stderr))
     prompts = pick_prompts(arguments.prompts, arguments.limit)

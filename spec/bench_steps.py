@@ -23,6 +23,7 @@ from modelkit.loading import load_model
 from modelkit.model import Transformer
 from modelkit.rows import chain
 
+from .cli import check_writable
 from .config import CompileConfig
 from .report import table
 
@@ -72,6 +73,7 @@ class StepModule(nn.Module):
 
 def run(arguments: argparse.Namespace) -> int:
     """Time and print a table."""
+    check_writable(arguments.json)
     row_counts, contexts = (_numbers(text) for text in (arguments.rows, arguments.context))
     path = shapes().get(arguments.shape, Path(arguments.shape))
     if not path.is_file():

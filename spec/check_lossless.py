@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from .cli import add_config_arguments
+from .cli import add_config_arguments, check_writable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", required=True, nargs="+", metavar="FILE", help="prompt files (.jsonl or text)")
     parser.add_argument("--limit", type=int, default=10, metavar="N", help="prompts, taken evenly from the files")
     parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N")
-    parser.add_argument("--drafts", default="ngram,self", help="drafters, by comma; or 'config' for the config's own")
+    parser.add_argument(
+        "--drafts", default="config,ngram,self", help="drafters, by comma; 'config' is the config's own"
+    )
     parser.add_argument("--trees", default="chain,best_first,static", help="tree policies, by comma")
     parser.add_argument("--oracle", choices=("transformers", "plain"), default="transformers")
     parser.add_argument("--json", metavar="FILE", help="write every comparison to this file")
@@ -36,6 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     overrides = dict(parse_override(text) for text in arguments.overrides)
     base = load_config(arguments.config, overrides)
+    if arguments.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1")
+    check_writable(arguments.json)
     prompts = pick_prompts(arguments.prompts, arguments.limit)
     variants = _variants(base, arguments.drafts, arguments.trees)
     oracle: list[list[int]] | None = None
@@ -80,14 +85,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _variants(base: Any, drafts: str, trees: str) -> list[tuple[str, Any]]:
     from .config import load_config
 
-    found = []
+    found: list[tuple[str, Any]] = []
     for draft in drafts.split(","):
         for tree in trees.split(","):
             changes = {"tree.name": tree}
             if draft != "config":
                 changes["draft.name"] = draft
             config = load_config(base, changes)
-            found.append((f"{config.draft.name} x {tree}", config))
+            name = f"{config.draft.name} x {tree}"
+            if name not in [known for known, _ in found]:  # the config's own drafter may be named again
+                found.append((name, config))
     return found
 
 
@@ -97,7 +104,8 @@ def _oracle(kind: str, engine: Any, texts: list[list[int]], most: int) -> list[l
     from .peers import transformers_greedy, transformers_model
 
     peer = transformers_model(engine)
-    return [transformers_greedy(peer, ids, most) for ids in texts]
+    # The context limit ends our outputs; the oracle must stop there too.
+    return [transformers_greedy(peer, ids, min(most, engine.capacity - len(ids))) for ids in texts]
 
 
 def _check(engine: Any, texts: list[list[int]], oracle: list[list[int]], most: int) -> list[dict[str, Any]]:

@@ -29,6 +29,16 @@ def add_config_arguments(parser: argparse.ArgumentParser, default: str = "smollm
     )  # fmt: skip
 
 
+def check_writable(path: str | None) -> None:
+    """Refuse an output file that cannot be written, before the work whose result it should hold."""
+    if path is not None:
+        try:
+            with open(path, "a", encoding="utf-8"):
+                pass
+        except OSError as error:
+            raise ValueError(f"cannot write {path}: {error.strerror}") from None
+
+
 def run(main: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     """Run a command; a caller's mistake becomes one sentence on standard error and exit code 2."""
     try:
@@ -38,13 +48,18 @@ def run(main: Callable[[argparse.Namespace], int], arguments: argparse.Namespace
             raise
         print(f"flashtree: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("flashtree: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         # The reader of our output is gone (a pipe into head); nothing is wrong.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if os.environ.get("FLASHTREE_TRACEBACK"):
+            raise
+        print(f"flashtree: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("flashtree: interrupted", file=sys.stderr)
+        return 130
 
 
 def is_users(error: BaseException) -> bool:
@@ -56,12 +71,22 @@ def is_users(error: BaseException) -> bool:
     return module in ("__main__", "") or module.split(".")[0] in ("modelkit", "sampling", "parallel", "spec")
 
 
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("flashtree")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `flashtree`."""
     parser = argparse.ArgumentParser(
         prog="flashtree",
         description="Speculative decoding with block drafters and draft trees: the same tokens, faster.",
     )
+    parser.add_argument("--version", action="version", version=f"flashtree {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     given = list(sys.argv[1:] if argv is None else argv)
     for name, (module, help_text) in COMMANDS.items():

@@ -23,6 +23,7 @@ from torch import Tensor
 from modelkit.compile import Step, compile_step
 from modelkit.demo import DEMO_NAME, prepare_demo_model
 from modelkit.loading import load_model
+from modelkit.registry import unknown_name
 from modelkit.rows import Rows, chain, flatten
 from parallel import LAYOUTS
 from sampling import SAMPLERS, NodeContext
@@ -234,6 +235,12 @@ class Engine:
     def _prepare(
         self, prompts: str | Sequence[Prompt], settings: Settings | None, changes: dict[str, Any]
     ) -> list[Request]:
+        if settings is not None and not isinstance(settings, Settings):
+            raise ValueError(f"settings must be a Settings, got {settings!r}; give single ones by name")
+        known = [field.name for field in dataclasses.fields(Settings)]
+        for name in changes:
+            if name not in known:
+                raise unknown_name("setting", name, known)
         resolved = dataclasses.replace(settings or Settings(), **changes)
         self.sampler.check(temperature=resolved.temperature)
         defaults = self.config.generate

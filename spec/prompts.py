@@ -34,19 +34,23 @@ def read_prompts(texts: list[str], file: str | None, limit: int | None = None) -
     """
     found = [NamedPrompt(id=str(n), prompt=text) for n, text in enumerate(texts)]
     if file == "-":
-        found += _parse(sys.stdin.read(), "standard input", jsonl=None)
+        found += _parse(_text(sys.stdin.buffer.read(), "standard input"), "standard input", jsonl=None)
     elif file is not None:
         path = Path(file).expanduser()
-        if not path.is_file():
-            raise ValueError(f"prompt file {path} does not exist")
-        try:
-            content = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"prompt file {path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-        found += _parse(content, str(path), jsonl=path.suffix in (".jsonl", ".ndjson"))
+        if not path.exists() or path.is_dir():
+            raise ValueError(f"prompt file {path} {'is a folder' if path.is_dir() else 'does not exist'}")
+        content = _text(path.read_bytes(), f"prompt file {path}")
+        found += _parse(content, str(path), jsonl=path.suffix.lower() in (".jsonl", ".ndjson"))
     if not found:
         raise ValueError("no prompt: give --prompt TEXT, --prompt-file FILE, or pipe text in")
     return found[:limit]
+
+
+def _text(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def _parse(content: str, where: str, jsonl: bool | None) -> list[NamedPrompt]:
@@ -57,7 +61,7 @@ def _parse(content: str, where: str, jsonl: bool | None) -> list[NamedPrompt]:
             raise ValueError(f"{where} is empty")
         return [NamedPrompt(id=where, prompt=content.rstrip("\n"))]
     prompts = []
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.split("\n"), 1):  # splitlines would cut at U+2028 inside a string
         if line.strip():
             prompts.append(_parse_line(line, number, f"{where}, line {number}"))
     return prompts
@@ -81,8 +85,8 @@ def _parse_line(line: str, number: int, where: str) -> NamedPrompt:
     if len(keys) != 1:
         raise ValueError(f"{where}: needs exactly one of 'prompt', 'messages', 'token_ids', has {keys or list(record)}")
     prompt = record[keys[0]]
-    if keys[0] == "prompt" and not isinstance(prompt, str):
-        raise ValueError(f"{where}: 'prompt' must be text")
+    if not isinstance(prompt, str if keys[0] == "prompt" else list):
+        raise ValueError(f"{where}: '{keys[0]}' must be {'text' if keys[0] == 'prompt' else 'a list'}")
     return NamedPrompt(id=str(record.get("id", number - 1)), prompt=prompt)
 
 

@@ -12,6 +12,20 @@ from .text import Prompt, encode
 FinishReason = Literal["stop", "length"]
 
 
+# What each setting may be; None is left to the config.
+_KINDS: dict[str, tuple[type, ...]] = {
+    "max_new_tokens": (int,),
+    "temperature": (int, float),
+    "top_k": (int,),
+    "top_p": (int, float),
+    "min_p": (int, float),
+    "seed": (int,),
+    "stop": (str, list, tuple),
+    "stop_token_ids": (list, tuple),
+    "ignore_eos": (bool,),
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """How to complete a prompt; None leaves the config's value.
@@ -37,7 +51,11 @@ class Settings:
     ignore_eos: bool | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
+        """Refuse values of another type or out of range."""
+        for name, kinds in _KINDS.items():
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
+                raise ValueError(f"{name} = {value!r} is not a {' or '.join(kind.__name__ for kind in kinds)}")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens = {self.max_new_tokens}: must be at least 1")
         if self.temperature is not None and not 0.0 <= self.temperature < float("inf"):
@@ -126,11 +144,16 @@ def prepare(
     Raises:
         ValueError: something is not usable; with several prompts the message says which.
     """
-    if not isinstance(prompts, str) and (not isinstance(prompts, Sequence) or not len(prompts)):
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts must be a list of prompts or one text, got {type(prompts).__name__}")
+    if not len(prompts):
         raise ValueError("prompts is empty: give a list with at least one prompt")
     if settings.stop_strings and tokenizer is None:
         raise ValueError("the target folder has no tokenizer: stop strings cannot be found, use stop_token_ids")
     stop_ids = list(dict.fromkeys([*eos_ids, *(settings.stop_token_ids or ())]))
+    for i in settings.stop_token_ids or ():
+        if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < vocab_size:
+            raise ValueError(f"stop token id {i!r} is not an integer in 0..{vocab_size - 1}")
     if len(stop_ids) > max_stop_ids:
         raise ValueError(f"{len(stop_ids)} stop ids; at most {max_stop_ids} are possible")
     several = [prompts] if isinstance(prompts, str) else prompts

@@ -6,6 +6,7 @@ The only file that touches a tokenizer. Knows nothing of models or rounds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ def load_tokenizer(folder: Path) -> Any | None:
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(folder))
+    try:
+        return AutoTokenizer.from_pretrained(str(folder))
+    except Exception as error:  # whatever a damaged file makes transformers raise
+        raise ValueError(f"{folder}: the tokenizer cannot be loaded ({type(error).__name__}: {error})") from None
 
 
 def encode(prompt: Prompt, tokenizer: Any | None, vocab_size: int) -> list[int]:
@@ -38,13 +42,18 @@ def encode(prompt: Prompt, tokenizer: Any | None, vocab_size: int) -> list[int]:
             raise ValueError("the target folder has no tokenizer: give prompts as token ids")
         if not prompt:
             raise ValueError("the prompt is empty")
+        _check_text(prompt)
         ids = list(tokenizer(prompt)["input_ids"])
-    elif not isinstance(prompt, Sequence) or not len(prompt):
-        raise ValueError("the prompt is empty" if isinstance(prompt, Sequence) else f"not a prompt: {prompt!r}")
+    elif isinstance(prompt, int):
+        raise ValueError(f"not a prompt: {prompt!r} (one list of token ids must stand in a list: [[1, 2, 3]])")
+    elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise ValueError(f"not a prompt: {prompt!r} ({type(prompt).__name__})")
+    elif not len(prompt):
+        raise ValueError("the prompt is empty")
     elif all(isinstance(item, Mapping) for item in prompt):
         ids = _encode_chat(prompt, tokenizer)  # type: ignore[arg-type]
-    elif all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
-        ids = list(prompt)
+    elif all(isinstance(item, Integral) and not isinstance(item, bool) for item in prompt):
+        ids = [int(item) for item in prompt]  # type: ignore[arg-type]
     else:
         raise ValueError("a prompt is a string, a list of token ids, or a list of {'role', 'content'} messages")
     if not ids:
@@ -61,9 +70,17 @@ def _encode_chat(messages: Sequence[Mapping[str, str]], tokenizer: Any | None) -
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ValueError(f"a chat message needs 'role' and 'content' strings, got {dict(message)!r}")
+        _check_text(message["content"])
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     # The template writes its own special tokens; adding the tokenizer's would double the BOS.
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not valid text: {error.reason} at character {error.start}") from None
 
 
 class TextStream:

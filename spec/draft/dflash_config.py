@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from modelkit.config import ModelConfig, read_json
+from modelkit.config import ModelConfig, read_json, wrong_types
 
 # Keys of dflash_config that need code this drafter does not have. A value that switches the feature off is fine.
 UNSUPPORTED = (
@@ -63,6 +63,11 @@ class DFlashConfig:
             ValueError: not a DFlash drafter, a key is missing (`target_layer_ids` is never guessed), or the file asks
                 for something that is not implemented.
         """
+        with wrong_types(where):
+            return cls._read(config, where)
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any], where: str) -> DFlashConfig:
         architectures = config.get("architectures") or []
         if "dflash_config" not in config or not any("DFlash" in str(name) for name in architectures):
             raise ValueError(f"{where}: not a DFlash drafter (architectures {architectures}, dflash_config missing?)")

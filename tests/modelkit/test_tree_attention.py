@@ -266,7 +266,7 @@ def test_half_precision_interpreted(interpreted):
 
 def test_splits_fill_one_wave():
     needs_triton()
-    from modelkit.kernels.tree_attention import KEYS_PER_SPLIT, choose_splits, choose_tile, tile_count
+    from modelkit.kernels.tiles import KEYS_PER_SPLIT, choose_splits, choose_tile, tile_count
 
     for R, width, S, Hkv, G in [
         (1, 1, 1, 8, 4),

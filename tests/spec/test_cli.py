@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from modelkit.demo import DEMO_NAME
+from spec import Engine
 from spec.cli import main
 
 
@@ -70,6 +72,18 @@ MISTAKES = {
     "triton on a CPU": ([], ["--set", "compile.kernels=triton"], "need a CUDA device"),
     "no drafter path": ([], ["--set", "draft.name=dflash"], "path is missing"),
     "text without a tokenizer": ([], ["--prompt", "hello"], "no tokenizer"),
+    "surrogate": ([], ["--prompt", "a\udcffb"], "no tokenizer"),
+    "unknown device": ([], ["--set", "target.device=gpu"], "unknown device 'gpu'"),
+    "no such GPU": ([], ["--set", "target.device=cuda:97"], "is not there"),
+    "number spelt as text": ([lambda f: edit(f, rms_norm_eps="a")], [], "config.json"),
+    "wrong type in the config": (
+        [lambda f: edit(f, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": []})],
+        [],
+        "wrong type",
+    ),
+    "negative eps": ([lambda f: edit(f, rms_norm_eps=-1.0)], [], "rms_norm_eps"),
+    "broken tokenizer": ([lambda f: (f / "tokenizer.json").write_text("{}")], [], "the tokenizer cannot be loaded"),
+    "folder as prompts": ([], ["--prompt-file", "/"], "is a folder"),
     "no prompt file": ([], ["--prompt-file", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
 }
 
@@ -93,6 +107,7 @@ def test_a_mistake_is_one_sentence(name, folder, prompts, capsys):
         ("{", "line 2: not valid JSON"),
         ("[]", "line 2: not a JSON object"),
         ('{"text": "x"}', "exactly one of"),
+        ('{"token_ids": "abc"}', "'token_ids' must be a list"),
         ('{"token_ids": []}', "prompt 1: the prompt is empty"),
         ('{"token_ids": [1, 97]}', "token id 97 is outside"),
         (json.dumps({"token_ids": [1] * 600}), "prompt 1: the prompt has 600 tokens"),
@@ -151,3 +166,69 @@ def test_bench_steps(folder, tmp_path, capsys):
     assert [f["rows"] for f in json.loads(out.read_text())] == [1, 8]
     assert "context 128, ms" in capsys.readouterr().out
     assert main(["bench-steps", "--shape", "qwen3-9b"]) == 2 and "qwen3-8b" in capsys.readouterr().err
+
+
+def test_jsonl_with_a_line_separator_and_a_mark(folder, tmp_path, capsys):
+    """U+2028 inside a string is JSON; a byte-order mark before the first line is a Windows habit."""
+    file = tmp_path / "windows.JSONL"
+    file.write_bytes("\ufeff".encode() + '{"id": "a\u2028b", "token_ids": [1, 2]}\r\n'.encode())
+    assert generate(folder, "--prompt-file", file, "--json", "--max-new-tokens", 2) == 0
+    assert json.loads(capsys.readouterr().out)["id"] == "a\u2028b"
+
+
+def test_an_output_file_that_cannot_be_written_is_found_first(folder, prompts, capsys):
+    target = ["--config", "smollm2-ngram", "--set", f"target.path={folder}", "--set", "target.dtype=float32"]
+    assert main(["check-lossless", *target, "--prompts", str(prompts), "--json", "/nowhere/x.json"]) == 2
+    assert "cannot write /nowhere/x.json" in capsys.readouterr().err
+
+
+def test_check_lossless_stops_the_oracle_at_the_context_limit(folder, prompts, capsys):
+    target = ["--config", "smollm2-ngram", "--set", f"target.path={folder}", "--set", "target.dtype=float32"]
+    arguments = [
+        "--prompts",
+        str(prompts),
+        "--max-new-tokens",
+        "60",
+        "--set",
+        "engine.max_model_len=32",
+        "--trees",
+        "chain",
+    ]
+    assert main(["check-lossless", *target, *arguments, "--drafts", "config"]) == 0
+    assert "WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"stop_token_ids": [84.7]}, "stop token id 84.7"),
+        ({"stop_token_ids": [97]}, "stop token id 97"),
+        ({"stop_token_ids": 5}, "stop_token_ids = 5"),
+        ({"max_new_tokens": True}, "max_new_tokens = True"),
+        ({"max_new_tokens": "5"}, "is not a int"),
+        ({"stop": {"a": 1}}, "stop = "),
+        ({"ignore_eos": "no"}, "ignore_eos = 'no'"),
+        ({"max_tokens": 3}, "unknown setting 'max_tokens'"),
+        ({"temperature": float("nan")}, "temperature = nan"),
+    ],
+)
+def test_wrong_settings_in_python(settings, expected, folder):
+    engine = Engine.from_config("smollm2-ngram", {"target.path": str(folder), "target.dtype": "float32"})
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        engine.generate([[1, 2, 3]], **settings)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        (None, "NoneType"),
+        ([1, 2, 3], "[[1, 2, 3]]"),
+        ([b"abc"], "bytes"),
+        ([], "is empty"),
+        ([[]], "the prompt is empty"),
+    ],
+)
+def test_wrong_prompts_in_python(prompts, expected, folder):
+    engine = Engine.from_config("smollm2-ngram", {"target.path": str(folder), "target.dtype": "float32"})
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        engine.generate(prompts)
