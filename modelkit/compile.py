@@ -7,7 +7,6 @@ captured whole in one CUDA graph. Each gets a compile of its own; shapes are fix
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -64,13 +63,3 @@ class Counters:
             partitions=int(inductor["cudagraph_partitions"]),
             non_static_inputs=int(inductor["cudagraph_recorded_non_static_inputs"]),
         )
-
-
-def warm_up(step: Step, runs: int = 3) -> float:
-    """Run a step until it is compiled and captured; returns seconds. The step really executes."""
-    began = time.perf_counter()
-    for _ in range(runs):
-        step()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
