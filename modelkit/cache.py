@@ -113,8 +113,7 @@ class KVCache(nn.Module):
         For a kernel that commits all layers at once; the cache must stay where it was made.
         """
         pairs = []
-        for layer in self.layers:
-            assert isinstance(layer, LayerCache)
+        for layer in self.all_layers():
             pairs += [
                 [layer.k.data_ptr(), layer.scratch_k.data_ptr()],
                 [layer.v.data_ptr(), layer.scratch_v.data_ptr()],
@@ -126,6 +125,16 @@ class KVCache(nn.Module):
         """S, the dummy not counted."""
         return self.table.shape[0] - 1
 
+    def layer(self, index: int) -> LayerCache:
+        """One layer's buffers."""
+        stored = self.layers[index]
+        assert isinstance(stored, LayerCache)
+        return stored
+
+    def all_layers(self) -> list[LayerCache]:
+        """Every layer's buffers, in order."""
+        return [self.layer(index) for index in range(len(self.layers))]
+
     def set_table(self, table: Tensor) -> None:
         """Use another assignment of pages to slots, int64 [S + 1, pages a slot] (a permutation of the pages)."""
         self.table.copy_(table)
@@ -133,8 +142,7 @@ class KVCache(nn.Module):
 
     def view(self, layer: int) -> LayerView:
         """What attention reads of one layer."""
-        stored = self.layers[layer]
-        assert isinstance(stored, LayerCache)
+        stored = self.layer(layer)
         return LayerView(
             k=stored.k, v=stored.v, scratch_k=stored.scratch_k, scratch_v=stored.scratch_v, table=self.table,
             length=self.length, contiguous=self.contiguous,
@@ -167,16 +175,14 @@ class KVCache(nn.Module):
         """
         page, offset = self.destination(count, path.shape[1])
         row = path.clamp(min=0)
-        for layer in self.layers:
-            assert isinstance(layer, LayerCache)
+        for layer in self.all_layers():
             layer.k[page, :, offset] = layer.scratch_k[row]
             layer.v[page, :, offset] = layer.scratch_v[row]
         self.advance(count)
 
     def write_scratch(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Keep fresh rows [R, Hkv, D] of a layer until commit."""
-        stored = self.layers[layer]
-        assert isinstance(stored, LayerCache)
+        stored = self.layer(layer)
         stored.scratch_k[: k.shape[0]].copy_(k)
         stored.scratch_v[: v.shape[0]].copy_(v)
 
@@ -186,8 +192,7 @@ class KVCache(nn.Module):
 
     def append(self, layer: int, k: Tensor, v: Tensor, page: Tensor, offset: Tensor) -> None:
         """Write rows [S, P, Hkv, D] straight to a `destination` (no scratch); the caller advances `length`."""
-        stored = self.layers[layer]
-        assert isinstance(stored, LayerCache)
+        stored = self.layer(layer)
         stored.k[page, :, offset] = k
         stored.v[page, :, offset] = v
 
@@ -195,7 +200,6 @@ class KVCache(nn.Module):
         """Forget one slot's content; its pages are zeroed, so that not even a NaN outlives a request."""
         self.length[slot] = 0
         pages = self.table[slot]
-        for layer in self.layers:
-            assert isinstance(layer, LayerCache)
+        for layer in self.all_layers():
             layer.k[pages] = 0
             layer.v[pages] = 0

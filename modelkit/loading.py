@@ -136,9 +136,14 @@ def load_weights(
         if not torch.equal(tensor.to(device=device, dtype=dtype), filled[shared[name]]):
             raise ValueError(f"{folder}: config says {name} is {shared[name]}, but the file holds another tensor")
     for name, tensor in filled.items():
-        owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
+        _fill(module, name, tensor)
     return derived
+
+
+def _fill(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Replace a parameter by a tensor that needs no gradient."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
 
 
 def _more(names: list[str]) -> str:
@@ -226,8 +231,7 @@ def random_weights(module: nn.Module, *, dtype: torch.dtype, device: torch.devic
         filled.normal_(0.0, spread, generator=generator)
         if parameter.dim() == 1 and not name.endswith("bias"):
             filled += 1
-        owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, nn.Parameter(filled, requires_grad=False))
+        _fill(module, name, filled)
 
 
 def check_torch() -> None:

@@ -26,7 +26,7 @@ def unknown_name(what: str, given: str, known: Iterable[str]) -> ValueError:
     return ValueError(f"unknown {what} '{given}'; known: {', '.join(names) or 'none'}{hint}")
 
 
-def _read(annotation: Any, value: Any) -> Any:
+def read_value(annotation: Any, value: Any) -> Any:
     """A value read from TOML or JSON as a dataclass field's annotation wants it; TypeError if it does not fit.
 
     Lists become tuples where the annotation says tuple, whole numbers become floats where it says float.
@@ -35,7 +35,7 @@ def _read(annotation: Any, value: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         for arg in args:
             try:
-                return _read(arg, value)
+                return read_value(arg, value)
             except TypeError:
                 continue
         raise TypeError
@@ -50,7 +50,7 @@ def _read(annotation: Any, value: Any) -> Any:
     elif origin is dict:
         if not isinstance(value, Mapping):
             raise TypeError
-        return {_read(args[0], key): _read(args[1], item) for key, item in value.items()}
+        return {read_value(args[0], key): read_value(args[1], item) for key, item in value.items()}
     elif annotation is float:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
@@ -68,13 +68,14 @@ def _read_sequence(kind: type, args: tuple[Any, ...], value: Any) -> Any:
     if not isinstance(value, list | tuple):
         raise TypeError
     if kind is list or (len(args) == 2 and args[1] is Ellipsis):
-        return kind(_read(args[0], item) for item in value)
+        return kind(read_value(args[0], item) for item in value)
     if len(value) != len(args):
         raise TypeError
-    return tuple(_read(arg, item) for arg, item in zip(args, value, strict=True))
+    return tuple(read_value(arg, item) for arg, item in zip(args, value, strict=True))
 
 
-def _spell(annotation: Any) -> str:
+def spell_type(annotation: Any) -> str:
+    """An annotation as messages show it."""
     return annotation.__name__ if isinstance(annotation, type) and not typing.get_args(annotation) else str(annotation)
 
 
@@ -96,13 +97,13 @@ def parse_config(config_type: type[T], table: Mapping[str, Any], where: str) -> 
         if key not in fields:
             raise ValueError(f"{where}: {unknown_name('key', key, fields)}")
         try:
-            values[key] = _read(annotations[key], value)
+            values[key] = read_value(annotations[key], value)
         except TypeError:
-            raise ValueError(f"{where}: {key} = {value!r} is not a {_spell(annotations[key])}") from None
+            raise ValueError(f"{where}: {key} = {value!r} is not a {spell_type(annotations[key])}") from None
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in values:
-            raise ValueError(f"{where}: the key '{name}' is missing ({_spell(annotations[name])})")
+            raise ValueError(f"{where}: the key '{name}' is missing ({spell_type(annotations[name])})")
     try:
         return config_type(**values)
     except ValueError as error:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelkit.cache import KVCache, LayerCache
+from modelkit.cache import KVCache
 from modelkit.compile import Counters, compile_step
 from modelkit.loading import load_model
 from modelkit.model import Transformer
@@ -81,8 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = load_model(path, dtype=arguments.dtype, device=arguments.device, kernels=arguments.kernels, random_seed=0)
     mode = CompileConfig(mode=arguments.mode).resolved_mode(arguments.device)
     cache = model.new_cache(slots=1, capacity=max(contexts) + 256, scratch=max(row_counts))
-    for layer in cache.layers:
-        assert isinstance(layer, LayerCache)
+    for layer in cache.all_layers():
         layer.k.normal_()
         layer.v.normal_()
     lines = [["rows", *(f"context {n}, ms" for n in contexts), "first run, s"]]

@@ -33,7 +33,7 @@ from .draft import DRAFTERS
 from .readback import Readback
 from .requests import Completion, Piece, Request, Settings, prepare
 from .running import Running
-from .state import RUNNING, RoundState
+from .state import RoundState
 from .text import Prompt, load_tokenizer
 from .tree import TREES
 from .types import Tree
@@ -304,8 +304,6 @@ class Engine:
         self, running: dict[int, Running], slot: int, tokens: list[list[int]], reasons: list[int], first: bool = False
     ) -> Iterator[tuple[int, Piece]]:
         live = running[slot]
-        if not tokens[slot] and not first and reasons[slot] != RUNNING:
-            return
         piece = live.take(tokens[slot], reasons[slot], first)
         if piece.completion is not None:
             del running[slot]

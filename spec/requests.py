@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Sequence
 from typing import Any, Literal
+
+from modelkit.registry import read_value, spell_type
 
 from .stats import Stats
 from .text import Prompt, encode
 
 FinishReason = Literal["stop", "length"]
-
-
-# What each setting may be; None is left to the config.
-_KINDS: dict[str, tuple[type, ...]] = {
-    "max_new_tokens": (int,),
-    "temperature": (int, float),
-    "top_k": (int,),
-    "top_p": (int, float),
-    "min_p": (int, float),
-    "seed": (int,),
-    "stop": (str, list, tuple),
-    "stop_token_ids": (list, tuple),
-    "ignore_eos": (bool,),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,16 +35,17 @@ class Settings:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
+    stop: str | list[Any] | tuple[Any, ...] | None = None
+    stop_token_ids: list[Any] | tuple[Any, ...] | None = None
     ignore_eos: bool | None = None
 
     def __post_init__(self) -> None:
         """Refuse values of another type or out of range."""
-        for name, kinds in _KINDS.items():
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
-                raise ValueError(f"{name} = {value!r} is not a {' or '.join(kind.__name__ for kind in kinds)}")
+        for name, annotation in typing.get_type_hints(type(self)).items():
+            try:
+                read_value(annotation, getattr(self, name))
+            except TypeError:
+                raise ValueError(f"{name} = {getattr(self, name)!r} is not a {spell_type(annotation)}") from None
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens = {self.max_new_tokens}: must be at least 1")
         if self.temperature is not None and not 0.0 <= self.temperature < float("inf"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..backend import Angles, Plan, Reference
-from ..cache import KVCache, LayerCache, LayerView
+from ..cache import KVCache, LayerView
 from ..rows import Rows
 from .commit import commit_rows
 from .freeze import freeze
@@ -54,8 +54,7 @@ class TritonBackend(Reference):
         """Nothing to prepare but the split count; a forward without a cache (`score`) runs densely."""
         if cache is None or rows.width > 160:  # a prefill chunk is bound by arithmetic, not by the context's bytes
             return super().plan(rows, cache, window, group=group, dtype=dtype, ancestors=ancestors)
-        first = cache.layers[0]
-        assert isinstance(first, LayerCache)
+        first = cache.layer(0)
         splits = choose_splits(
             rows.count, rows.width, rows.slots, first.k.shape[1], group, cache.capacity, head_dim=first.k.shape[3],
             window=window or 0, itemsize=first.k.element_size(),
@@ -88,8 +87,7 @@ class TritonBackend(Reference):
             shape = (rows, attention.kv_heads, attention.dim)
             k, v = x.new_empty(shape), x.new_empty(shape)
         else:
-            stored = cache.layers[layer]
-            assert isinstance(stored, LayerCache)
+            stored = cache.layer(layer)
             k, v = stored.scratch_k, stored.scratch_v
         q_norm = None if attention.q_norm is None else attention.q_norm.weight
         k_norm = None if attention.k_norm is None else attention.k_norm.weight
@@ -108,9 +106,8 @@ class TritonBackend(Reference):
         page, offset = cache.destination(count, path.shape[1])
         step = torch.arange(path.shape[1], device=path.device)
         row = torch.where(step < count[:, None], path, -1)
-        first = cache.layers[0]
-        assert isinstance(first, LayerCache)
-        commit_rows(cache.committed, cache.addresses, row, page, offset, first.k, first.scratch_k)
+        first = cache.layer(0)
+        commit_rows(cache.committed, cache.addresses, row, page, offset, first.k)
         cache.advance(count)
 
     def mlp(self, mlp: MLP, x: Tensor, norm: RMSNorm) -> Tensor:

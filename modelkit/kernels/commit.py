@@ -35,9 +35,7 @@ _TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.f
 
 
 @torch.library.custom_op("flashtree::commit_rows", mutates_args={"done"})
-def commit_rows(
-    done: Tensor, table: Tensor, path: Tensor, page: Tensor, offset: Tensor, sample: Tensor, sample_scratch: Tensor
-) -> None:
+def commit_rows(done: Tensor, table: Tensor, path: Tensor, page: Tensor, offset: Tensor, sample: Tensor) -> None:
     """Copy rows of every layer.
 
     Args:
@@ -47,7 +45,6 @@ def commit_rows(
         page: int64 [S, P], where each goes.
         offset: int64 [S, P], where each goes within the page.
         sample: pages of one layer [pages, Hkv, page_size, D], for sizes and dtype.
-        sample_scratch: scratch of one layer [rows, Hkv, D].
     """
     heads, page_size, dim = sample.shape[1:]
     _commit_kernel[(path.numel(), table.shape[0])](
@@ -58,7 +55,5 @@ def commit_rows(
 
 
 @commit_rows.register_fake
-def _(
-    done: Tensor, table: Tensor, path: Tensor, page: Tensor, offset: Tensor, sample: Tensor, sample_scratch: Tensor
-) -> None:
+def _(done: Tensor, table: Tensor, path: Tensor, page: Tensor, offset: Tensor, sample: Tensor) -> None:
     return None
