@@ -6,6 +6,7 @@ is compared with. Backends with kernels live in `modelkit/kernels` and are impor
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -21,6 +22,23 @@ if TYPE_CHECKING:
     from .layers import MLP, Attention, RMSNorm
 
 Angles = tuple[Tensor, Tensor]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Stream:
+    """Residual stream of a forward; its last addition may be left to the kernel that reads it next.
+
+    Attributes:
+        x: [R, H].
+        addend: [splits, R, H], what is still to be added to x, summed over the first dimension; None: nothing.
+    """
+
+    x: Tensor
+    addend: Tensor | None = None
+
+    def value(self) -> Tensor:
+        """[R, H] with everything added."""
+        return self.x if self.addend is None else self.x + self.addend.sum(0).to(self.x.dtype)
 
 
 class Plan(Protocol):
@@ -47,32 +65,37 @@ class Reference:
         """Cosines and sines of the rows, in whatever form `attention_input` wants."""
         return rotary_angles(inverse_frequencies, scale, position, dtype)
 
+    def normed(self, stream: Stream, norm: RMSNorm) -> Tensor:
+        """Norm of the stream, [R, H]; makes an addition that was left open."""
+        normed: Tensor = norm(stream.x)
+        return normed
+
     def attention_input(
-        self, attention: Attention, x: Tensor, norm: RMSNorm, angles: Angles, cache: KVCache | None, layer: int
+        self, attention: Attention, stream: Stream, norm: RMSNorm, angles: Angles, cache: KVCache | None, layer: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Norm, projections, qk-norm and rotation of rows [R, H]; K/V also go to the cache's scratch.
+        """Norm, projections, qk-norm and rotation of all rows; K/V also go to the cache's scratch.
 
         Returns:
             q [R, Hq, D], k and v [R, Hkv, D].
         """
-        q, k, v = attention.project(norm(x))
+        q, k, v = attention.project(self.normed(stream, norm))
         q, k = rotate(q, *angles), rotate(k, *angles)
         if cache is not None:
             cache.write_scratch(layer, k, v)
         return q, k, v
 
-    def attention_output(self, attention: Attention, mixed: Tensor, residual: Tensor) -> Tensor:
-        """Output projection of [R, Hq * D] added to the residual stream [R, H]."""
-        return residual + linear(mixed, attention.o_proj)
+    def attention_output(self, attention: Attention, mixed: Tensor, stream: Stream) -> Stream:
+        """The stream with the output projection of [R, Hq * D] added."""
+        return Stream(x=stream.x + linear(mixed, attention.o_proj))
 
     def commit(self, cache: KVCache, path: Tensor, count: Tensor) -> None:
         """See `KVCache.commit`."""
         cache.commit(path, count)
 
-    def mlp(self, mlp: MLP, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Residual stream [R, H] after the feed-forward."""
-        fed: Tensor = mlp(norm(x))
-        return x + fed
+    def mlp(self, mlp: MLP, stream: Stream, norm: RMSNorm) -> Stream:
+        """The stream with the feed-forward's output added."""
+        fed: Tensor = mlp(self.normed(stream, norm))
+        return Stream(x=stream.x + fed)
 
 
 def make_backend(name: str, device: torch.device) -> Reference:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .backend import Angles, Plan, Reference
+from .backend import Angles, Plan, Reference, Stream
 from .cache import KVCache
 from .config import ModelConfig
 from .functional import linear
@@ -89,18 +89,18 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        stream: Stream,
         norm: RMSNorm,
         angles: Angles,
         plan: Plan,
         backend: Reference,
         cache: KVCache | None,
         layer: int,
-    ) -> Tensor:
-        """Residual stream [R, H] -> [R, H]; leaves the rows' K/V in the cache's scratch."""
-        q, k, v = backend.attention_input(self, x, norm, angles, cache, layer)
+    ) -> Stream:
+        """The stream with this layer's attention added; leaves the rows' K/V in the cache's scratch."""
+        q, k, v = backend.attention_input(self, stream, norm, angles, cache, layer)
         mixed = plan.attend(q, k, v, None if cache is None else cache.view(layer), self.scale)
-        return backend.attention_output(self, mixed.reshape(x.shape[0], -1), x)
+        return backend.attention_output(self, mixed.reshape(q.shape[0], -1), stream)
 
 
 class MLP(nn.Module):
@@ -139,11 +139,11 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, angles: Angles, plan: Plan, backend: Reference, cache: KVCache | None, layer: int
-    ) -> Tensor:
-        """Rows [R, H] -> [R, H], the residual stream after this layer."""
-        x = self.self_attn(x, self.input_layernorm, angles, plan, backend, cache, layer)
-        return backend.mlp(self.mlp, x, self.post_attention_layernorm)
+        self, stream: Stream, angles: Angles, plan: Plan, backend: Reference, cache: KVCache | None, layer: int
+    ) -> Stream:
+        """The residual stream after this layer."""
+        stream = self.self_attn(stream, self.input_layernorm, angles, plan, backend, cache, layer)
+        return backend.mlp(self.mlp, stream, self.post_attention_layernorm)
 
 
 def fuse_projections(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from .backend import Reference
+from .backend import Reference, Stream
 from .cache import KVCache
 from .config import ModelConfig
 from .functional import linear, soft_cap
@@ -94,14 +94,15 @@ class Transformer(nn.Module):
             window: self.backend.plan(rows, cache, window, group=group, dtype=self.dtype)
             for window in dict.fromkeys(self.config.windows)
         }
-        x = self.embed_tokens(rows.token)
-        tapped: dict[int, Tensor] = {}
+        stream = Stream(x=self.embed_tokens(rows.token))
+        tapped: dict[int, Stream] = {}
         for index, (block, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
-            x = block(x, angles, plans[window], self.backend, cache, index)
+            stream = block(stream, angles, plans[window], self.backend, cache, index)
             if index in taps:
-                tapped[index] = x
-        features = torch.cat([tapped[i] for i in taps], -1) if taps else None
-        return Output(hidden=self.norm(x), taps=features)
+                tapped[index] = stream
+        hidden = self.backend.normed(stream, self.norm)
+        features = torch.cat([tapped[i].value() for i in taps], -1) if taps else None
+        return Output(hidden=hidden, taps=features)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [.., V] of normed hidden states [.., H], soft-capped where the config says so."""

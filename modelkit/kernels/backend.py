@@ -6,12 +6,15 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from ..backend import Angles, Plan, Reference
+from ..backend import Angles, Plan, Reference, Stream
 from ..cache import KVCache, LayerView
 from ..rows import Rows
+from .add_norm import add_norm
 from .commit import commit_rows
+from .few_rows import few_rows_linear, fits
 from .freeze import freeze
 from .linear import one_row_linear
 from .rotary import rotary_store
@@ -72,20 +75,30 @@ class TritonBackend(Reference):
         cos, sin = freeze([angle.cos() * scale, angle.sin() * scale])
         return cos, sin
 
+    def normed(self, stream: Stream, norm: RMSNorm) -> Tensor:
+        """Norm and the open addition in one kernel."""
+        total, normed = add_norm(stream.x, stream.addend, norm.weight, norm.eps)
+        if stream.addend is not None:
+            stream.x, stream.addend = total, None
+        result: Tensor = normed
+        return result
+
     def attention_input(
-        self, attention: Attention, x: Tensor, norm: RMSNorm, angles: Angles, cache: KVCache | None, layer: int
+        self, attention: Attention, stream: Stream, norm: RMSNorm, angles: Angles, cache: KVCache | None, layer: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One kernel behind the projection does qk-norm, rotation and the scratch write."""
         projection = attention.qkv_proj
         assert projection is not None, "kernels need fused projections"
-        if x.shape[0] == 1 and projection.bias is None:
-            qkv = one_row_linear(x, projection.weight, norm.weight, None, norm.eps, False)
+        rows = stream.x.shape[0]
+        if rows == 1:
+            qkv = one_row_linear(
+                stream.x, projection.weight, projection.bias, norm.weight, None, norm.eps, False
+            )[None]  # fmt: skip
         else:
-            qkv = projection(norm(x))
-        rows = x.shape[0]
+            qkv = sums(self.normed(stream, norm), projection)
         if cache is None:
             shape = (rows, attention.kv_heads, attention.dim)
-            k, v = x.new_empty(shape), x.new_empty(shape)
+            k, v = stream.x.new_empty(shape), stream.x.new_empty(shape)
         else:
             stored = cache.layer(layer)
             k, v = stored.scratch_k, stored.scratch_v
@@ -94,12 +107,9 @@ class TritonBackend(Reference):
         q: Tensor = rotary_store(qkv, *angles, q_norm, k_norm, norm.eps, k, v, attention.heads)
         return q, k[:rows], v[:rows]
 
-    def attention_output(self, attention: Attention, mixed: Tensor, residual: Tensor) -> Tensor:
-        """One row: projection and residual in one kernel."""
-        if mixed.shape[0] == 1 and attention.o_proj.bias is None:
-            out: Tensor = one_row_linear(mixed, attention.o_proj.weight, None, residual, 0.0, False)
-            return out
-        return super().attention_output(attention, mixed, residual)
+    def attention_output(self, attention: Attention, mixed: Tensor, stream: Stream) -> Stream:
+        """One row: projection and residual in one kernel. Several: the addition is left to the next norm."""
+        return added(stream, mixed, attention.o_proj)
 
     def commit(self, cache: KVCache, path: Tensor, count: Tensor) -> None:
         """All layers in one launch."""
@@ -110,12 +120,34 @@ class TritonBackend(Reference):
         commit_rows(cache.committed, cache.addresses, row, page, offset, first.k)
         cache.advance(count)
 
-    def mlp(self, mlp: MLP, x: Tensor, norm: RMSNorm) -> Tensor:
-        """One row: two kernels for norm, gate, up, SwiGLU, down and residual."""
+    def mlp(self, mlp: MLP, stream: Stream, norm: RMSNorm) -> Stream:
+        """One row: two kernels for norm, gate, up, SwiGLU, down and residual. Several: three."""
         both = mlp.gate_up_proj
         assert both is not None, "kernels need fused projections"
-        if x.shape[0] == 1 and both.bias is None:
-            inner = one_row_linear(x, both.weight, norm.weight, None, norm.eps, True)
-            out: Tensor = one_row_linear(inner, mlp.down_proj.weight, None, x, 0.0, False)
-            return out
-        return super().mlp(mlp, x, norm)
+        if stream.x.shape[0] == 1:
+            inner = one_row_linear(stream.x, both.weight, both.bias, norm.weight, None, norm.eps, True)
+            return added(stream, inner, mlp.down_proj)
+        x = self.normed(stream, norm)
+        if fits(x, both.weight):
+            inner = few_rows_linear(x, both.weight, both.bias, True)[0]
+        else:
+            gate, up = both(x).chunk(2, -1)
+            inner = F.silu(gate) * up
+        return added(stream, inner, mlp.down_proj)
+
+
+def sums(x: Tensor, layer: nn.Linear) -> Tensor:
+    """layer(x) as partial sums [splits, R, N]."""
+    if fits(x, layer.weight):
+        out: Tensor = few_rows_linear(x, layer.weight, layer.bias, False)
+    else:
+        out = layer(x)[None]
+    return out
+
+
+def added(stream: Stream, x: Tensor, layer: nn.Linear) -> Stream:
+    """The stream with layer(x) added."""
+    if x.shape[0] == 1:
+        out: Tensor = one_row_linear(x, layer.weight, layer.bias, None, stream.x, 0.0, False)
+        return Stream(x=out)
+    return Stream(x=stream.x, addend=sums(x, layer))

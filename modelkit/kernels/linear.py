@@ -1,9 +1,8 @@
 """Linear layers for one row: each weight is read once, at bandwidth, with the neighbours' work folded in.
 
-y = f(norm(x) @ W.T) + residual, one kernel: the RMS norm of x as a prologue (each program sums the squares of the row
-it multiplies anyway), SwiGLU over the two halves of W or the residual's addition as an epilogue.
-Bound: bytes of W over the memory's bandwidth. Several rows go through cuBLAS, which is faster there
-(docs/benchmarks/notebook.md).
+y = f(norm(x) @ W.T + b) + residual, one kernel: the RMS norm of x as a prologue (each program sums the squares of the
+row it multiplies anyway), SwiGLU over the two halves of W or the residual's addition as an epilogue.
+Bound: bytes of W over the memory's bandwidth. Several rows: `few_rows`.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from .launch import launch, release, wait
 
 @triton.jit
 def _one_row_kernel(
-    x_ptr, w_ptr, norm_ptr, residual_ptr, y_ptr, n_out,
-    eps: tl.constexpr, K: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, n_out,
+    eps: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    SWIGLU: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -62,8 +61,13 @@ def _one_row_kernel(
     if HAS_NORM:
         gain = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         y = y * gain
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + n, mask=n_in, other=0.0).to(tl.float32)
     if SWIGLU:
-        y = y / (1.0 + tl.exp(-y)) * (tl.sum(acc_up, 1) * gain)
+        up_y = tl.sum(acc_up, 1) * gain
+        if HAS_BIAS:
+            up_y += tl.load(bias_ptr + n_out + n, mask=n_in, other=0.0).to(tl.float32)
+        y = y / (1.0 + tl.exp(-y)) * up_y
     if HAS_RESIDUAL:
         y += tl.load(residual_ptr + n, mask=n_in, other=0.0).to(tl.float32)
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n_in)
@@ -81,13 +85,15 @@ def tile(n_out: int, k: int) -> tuple[int, int, int]:
 
 @torch.library.custom_op("flashtree::one_row_linear", mutates_args=())
 def one_row_linear(
-    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, swiglu: bool
-) -> Tensor:
-    """y = f(norm(x) @ weight.T) + residual for one row.
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, residual: Tensor | None, eps: float,
+    swiglu: bool,
+) -> Tensor:  # fmt: skip
+    """y = f(norm(x) @ weight.T + bias) + residual for one row.
 
     Args:
         x: [1, K].
         weight: [N, K] contiguous; with `swiglu` the gate's rows, then the up projection's, [2 N, K].
+        bias: [N] (or [2 N]), or None.
         norm: RMS norm weight [K] applied to x first, or None.
         residual: [1, N] added at the end, or None.
         eps: of the norm.
@@ -102,13 +108,17 @@ def one_row_linear(
     n, step, warps = tile(n_out, k)
     launch(
         _one_row_kernel, (triton.cdiv(n_out, n),),
-        x, weight, weight if norm is None else norm, x if residual is None else residual, y, n_out,
-        eps=eps, K=k, HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None, SWIGLU=swiglu,
-        BLOCK_N=n, BLOCK_K=step, num_warps=warps,
+        x, weight, weight if bias is None else bias, weight if norm is None else norm,
+        x if residual is None else residual, y, n_out,
+        eps=eps, K=k, HAS_BIAS=bias is not None, HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None,
+        SWIGLU=swiglu, BLOCK_N=n, BLOCK_K=step, num_warps=warps,
     )  # fmt: skip
     return y
 
 
 @one_row_linear.register_fake
-def _(x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, swiglu: bool) -> Tensor:
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, residual: Tensor | None, eps: float,
+    swiglu: bool,
+) -> Tensor:  # fmt: skip
     return x.new_empty(1, weight.shape[0] // 2 if swiglu else weight.shape[0])

@@ -12,9 +12,9 @@ from .launch import launch, release, wait
 
 @triton.jit
 def _rotary_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_ptr, k_ptr, v_ptr, qkv_stride,
-    eps: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_ptr, k_ptr, v_ptr, R,
+    eps: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
     release(PDL)
@@ -22,9 +22,14 @@ def _rotary_kernel(
     half: tl.constexpr = D // 2
     i = tl.arange(0, BLOCK)
     inside = i < half
-    source = qkv_ptr + row * qkv_stride + head * D
-    low = tl.load(source + i, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(source + half + i, mask=inside, other=0.0).to(tl.float32)
+    low = tl.zeros([BLOCK], tl.float32)
+    high = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        source = qkv_ptr + ((split * R + row) * (HQ + 2 * HKV) + head) * D
+        low += tl.load(source + i, mask=inside, other=0.0).to(tl.float32)
+        high += tl.load(source + half + i, mask=inside, other=0.0).to(tl.float32)
+    low = low.to(q_ptr.dtype.element_ty).to(tl.float32)
+    high = high.to(q_ptr.dtype.element_ty).to(tl.float32)
     if head >= HQ + HKV:
         out = v_ptr + (row * HKV + head - HQ - HKV) * D
     else:
@@ -32,22 +37,22 @@ def _rotary_kernel(
         if HAS_NORM:
             gain = tl.rsqrt(tl.sum(low * low + high * high, 0) / D + eps)
             # As the reference: normalised, rounded, then weighted.
-            low = (low * gain).to(qkv_ptr.dtype.element_ty).to(tl.float32)
-            high = (high * gain).to(qkv_ptr.dtype.element_ty).to(tl.float32)
+            low = (low * gain).to(q_ptr.dtype.element_ty).to(tl.float32)
+            high = (high * gain).to(q_ptr.dtype.element_ty).to(tl.float32)
             weight = tl.where(is_query, q_norm_ptr.to(tl.int64), k_norm_ptr.to(tl.int64))
             weight = weight.to(q_norm_ptr.dtype)
             low = low * tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
             high = high * tl.load(weight + half + i, mask=inside, other=0.0).to(tl.float32)
-            low = low.to(qkv_ptr.dtype.element_ty).to(tl.float32)
-            high = high.to(qkv_ptr.dtype.element_ty).to(tl.float32)
+            low = low.to(q_ptr.dtype.element_ty).to(tl.float32)
+            high = high.to(q_ptr.dtype.element_ty).to(tl.float32)
         cos = tl.load(cos_ptr + row * half + i, mask=inside, other=0.0)
         sin = tl.load(sin_ptr + row * half + i, mask=inside, other=0.0)
         turned = low * cos - high * sin
         high = high * cos + low * sin
         low = turned
         out = q_ptr + (row * HQ + head) * D if is_query else k_ptr + (row * HKV + head - HQ) * D
-    tl.store(out + i, low.to(qkv_ptr.dtype.element_ty), mask=inside)
-    tl.store(out + half + i, high.to(qkv_ptr.dtype.element_ty), mask=inside)
+    tl.store(out + i, low.to(q_ptr.dtype.element_ty), mask=inside)
+    tl.store(out + half + i, high.to(q_ptr.dtype.element_ty), mask=inside)
 
 
 @torch.library.custom_op("flashtree::rotary_store", mutates_args={"scratch_k", "scratch_v"})
@@ -58,7 +63,7 @@ def rotary_store(
     """Split qkv into heads, norm and rotate q and k, write k and v to the scratch.
 
     Args:
-        qkv: [R, (Hq + 2 Hkv) * D].
+        qkv: [splits, R, (Hq + 2 Hkv) * D] contiguous, summed over the first dimension.
         cos: fp32 [R, D / 2], with sin the angles of the rows.
         sin: fp32 [R, D / 2].
         q_norm: [D] or None, with k_norm the per-head norms.
@@ -71,15 +76,15 @@ def rotary_store(
     Returns:
         q [R, Hq, D].
     """
-    rows = qkv.shape[0]
+    splits, rows = qkv.shape[:2]
     kv_heads, dim = scratch_k.shape[1:]
-    q = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
-    unused = qkv if q_norm is None else q_norm
+    q = torch.empty(rows, heads, dim, dtype=scratch_k.dtype, device=qkv.device)
+    unused = q if q_norm is None else q_norm
     launch(
         _rotary_kernel, (rows, heads + 2 * kv_heads),
-        qkv, cos, sin, unused, unused if k_norm is None else k_norm, q, scratch_k, scratch_v, qkv.stride(0),
-        eps=eps, HQ=heads, HKV=kv_heads, D=dim, BLOCK=triton.next_power_of_2(dim // 2), HAS_NORM=q_norm is not None,
-        num_warps=1,
+        qkv, cos, sin, unused, unused if k_norm is None else k_norm, q, scratch_k, scratch_v, rows,
+        eps=eps, HQ=heads, HKV=kv_heads, D=dim, SPLITS=splits, BLOCK=triton.next_power_of_2(dim // 2),
+        HAS_NORM=q_norm is not None, num_warps=1,
     )  # fmt: skip
     return q
 
@@ -89,4 +94,4 @@ def _(
     qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
     scratch_k: Tensor, scratch_v: Tensor, heads: int,
 ) -> Tensor:  # fmt: skip
-    return qkv.new_empty(qkv.shape[0], heads, scratch_k.shape[2])
+    return scratch_k.new_empty(qkv.shape[1], heads, scratch_k.shape[2])

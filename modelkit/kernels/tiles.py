@@ -19,7 +19,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int  # loads in flight of the context loop
     min_blocks: int  # key blocks a range has at least: a short context uses fewer ranges
-    per_sm: int  # programs that fit a multiprocessor at once
+    per_sm: int  # programs a multiprocessor is to have; more would fit, but each makes sums to combine
 
 
 def choose_tile(R: int, width: int, slots: int, G: int, head_dim: int, itemsize: int = 2) -> Tile:
@@ -28,16 +28,12 @@ def choose_tile(R: int, width: int, slots: int, G: int, head_dim: int, itemsize:
     block_d = max(16, triton.next_power_of_2(head_dim))
     if itemsize > 2:  # fp32 is not for speed: small tiles, so that any head dim fits
         return Tile(16 if vectors <= 16 else 32, 32, block_d, 4, 1, 1, 1)
-    block_m = min(128, max(16, triton.next_power_of_2(vectors)))
-    if block_m == 128 and (vectors - 1) % 128 < 64:  # 64 pads less
-        block_m = 64
+    block_m = min(64, max(16, triton.next_power_of_2(vectors)))
     # Among many slots that step plainly, the few that draft take several tiles.
     block_m = min(block_m, max(16, triton.next_power_of_2(2 * -(-R * G // slots))))
     if block_d > 128:
-        return Tile(16, 32, block_d, 4, 3, 1, 2) if block_m == 16 else Tile(min(block_m, 64), 32, block_d, 8, 2, 1, 1)
-    if block_m == 128:
-        return Tile(128, 64, block_d, 8, 3, 2, 1)
-    return Tile(64, 64, block_d, 4, 3, 2, 2) if block_m == 64 else Tile(block_m, 64, block_d, 4, 4, 1, 2)
+        return Tile(16, 32, block_d, 4, 3, 1, 2) if block_m == 16 else Tile(block_m, 32, block_d, 8, 2, 1, 1)
+    return Tile(64, 64, block_d, 4, 3, 1, 1) if block_m == 64 else Tile(block_m, 64, block_d, 4, 4, 1, 2)
 
 
 def tile_count(R: int, width: int, slots: int, G: int, block_m: int) -> int:
@@ -49,7 +45,7 @@ def choose_splits(
     R: int, width: int, slots: int, Hkv: int, G: int, capacity: int, sms: int = 132, *, head_dim: int = 128,
     window: int = 0, itemsize: int = 2,
 ) -> int:  # fmt: skip
-    """Ranges to split the keys into: as many as one wave of programs holds, from host constants.
+    """Ranges to split the keys into: one wave of programs, from host constants.
 
     R rows (padding included) of `slots` slots, up to `width` rows and `capacity` committed positions each, on a GPU of
     `sms` multiprocessors; `head_dim`, `window` (0 for none) and `itemsize` (bytes) are the layer's.

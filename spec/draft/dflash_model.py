@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from modelkit.backend import Plan, Reference
+from modelkit.backend import Plan, Reference, Stream
 from modelkit.cache import KVCache
 from modelkit.layers import Block, RMSNorm
 from modelkit.rope import rotary_angles, rotate
@@ -77,17 +77,16 @@ class DFlashModel(nn.Module):
         """
         plans: dict[tuple[int | None, bool], Plan] = {}
         rope = self.config.model.rope
-        x = embedded
-        angles = self.backend.angles(self.inverse_frequencies, rope.attention_factor, rows.position, x.dtype)
+        stream = Stream(x=embedded)
+        angles = self.backend.angles(self.inverse_frequencies, rope.attention_factor, rows.position, embedded.dtype)
         group = self.config.model.num_attention_heads // self.config.model.num_key_value_heads
         kinds = zip(self.config.model.windows, self.config.causal, strict=True)
         for index, (block, kind) in enumerate(zip(self.layers, kinds, strict=True)):
             if kind not in plans:
                 bits = None if kind[1] else bidirectional
-                plans[kind] = self.backend.plan(rows, cache, kind[0], group=group, dtype=x.dtype, ancestors=bits)
-            x = block(x, angles, plans[kind], self.backend, cache, index)
-        normed: Tensor = self.norm(x)
-        return normed
+                plans[kind] = self.backend.plan(rows, cache, kind[0], group=group, dtype=embedded.dtype, ancestors=bits)
+            stream = block(stream, angles, plans[kind], self.backend, cache, index)
+        return self.backend.normed(stream, self.norm)
 
 
 def block_rows(token: Tensor, start: Tensor, bound: int) -> tuple[Rows, Tensor]:
