@@ -28,8 +28,20 @@ def compile_step(step: Step, mode: str) -> Step:
     if mode not in MODES:
         raise ValueError(f"unknown compile mode '{mode}'; known: {', '.join(MODES)}")
     torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 64)
+    _shorten_log()
     compiled: Step = torch.compile(step, mode=mode, fullgraph=True, dynamic=False)
     return compiled
+
+
+def _shorten_log() -> None:
+    """Name an operator in inductor's log without its arguments.
+
+    Before torch 2.13 the log line about an operator that is met for the first time spells out its arguments, whether or
+    not anything is logged; behind a deep network that text is exponential in the depth, and compiling never ends.
+    """
+    from torch._inductor import exc
+
+    exc.OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: f"target: {target}")  # type: ignore[method-assign]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
