@@ -15,6 +15,7 @@ from .commit import commit_rows
 from .freeze import freeze
 from .linear import one_row_linear
 from .rotary import rotary_store
+from .top_candidates import MAX_CANDIDATES, top_candidates
 from .tree_attention import choose_splits, tree_attention
 
 if TYPE_CHECKING:
@@ -119,3 +120,9 @@ class TritonBackend(Reference):
             out: Tensor = one_row_linear(inner, mlp.down_proj.weight, None, x, 0.0, False)
             return out
         return super().mlp(mlp, x, norm)
+
+    def top_candidates(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Two kernels that read the logits once; many candidates go through a sort."""
+        if k > MAX_CANDIDATES:
+            return super().top_candidates(logits, k)
+        return top_candidates(logits, k)

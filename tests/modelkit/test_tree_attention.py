@@ -7,11 +7,8 @@ script), because Triton reads TRITON_INTERPRET when it is imported; it is wrong 
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
-import os
 import random
-import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
@@ -21,6 +18,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import interpreter
 
 from modelkit.attention import DensePlan
 from modelkit.cache import LayerView
@@ -235,21 +236,10 @@ def test_definition_is_the_dense_plan(name):
     torch.testing.assert_close(out[:used], expected(a)[:used])
 
 
-def needs_triton() -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
-
-
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
     """What `interpret` found for each small case: errors, or a traceback."""
-    needs_triton()
-    path = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-    quiet = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    env = os.environ | quiet | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-    run = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=600, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    return interpreter.interpreted(__file__)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -265,7 +255,7 @@ def test_half_precision_interpreted(interpreted):
 
 
 def test_splits_fill_one_wave():
-    needs_triton()
+    interpreter.needs_triton()
     from modelkit.kernels.tiles import KEYS_PER_SPLIT, choose_splits, choose_tile, tile_count
 
     for R, width, S, Hkv, G in [
@@ -289,7 +279,7 @@ def test_splits_fill_one_wave():
 @pytest.mark.parametrize("slots", [1, 2, 5])
 @pytest.mark.parametrize("block_m", [16, 64])
 def test_tiles_are_enough(slots, block_m):
-    needs_triton()
+    interpreter.needs_triton()
     from modelkit.kernels.tree_attention import tile_count
 
     pick = random.Random(slots)
@@ -316,7 +306,7 @@ def test_tiles_are_enough(slots, block_m):
     ],
 )
 def test_wrong_arguments_are_refused(field, change, message):
-    needs_triton()
+    interpreter.needs_triton()
     from modelkit.kernels.tree_attention import tree_attention
 
     a = arguments(Case(rows=(4,), context=(9,), Hkv=2, G=2), seed=0, dtype=torch.float32)
@@ -412,18 +402,9 @@ def test_gpu_operator_is_registered_rightly():
 
 def interpret() -> dict[str, Any]:
     """Run the small cases in Triton's interpreter."""
-    from triton.runtime import interpreter
-
     from modelkit.kernels import tree_attention
 
-    patch = getattr(interpreter, "_patch_lang_tensor", None)
-    if patch is not None:  # NumPy 2.4 refuses int() of the one-element arrays in which Triton 3.6 keeps its scalars
-
-        def patched(tensor: Any, *rest: Any) -> None:
-            patch(tensor, *rest)
-            tensor.__index__ = lambda self: int(self.handle.data.item())
-
-        interpreter._patch_lang_tensor = patched
+    interpreter.patch_interpreter()
     own = tree_attention.choose_tile
 
     def attempt(case: Case, dtype: torch.dtype) -> Any:
