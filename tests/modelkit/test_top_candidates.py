@@ -28,7 +28,7 @@ class Case:
     shape: tuple[int, ...]
     V: int
     k: int
-    kind: str = "normal"  # normal | ties | few | none | nan
+    kind: str = "normal"  # normal | ties | zeros | few | last | none | nan
     dtype: torch.dtype = torch.float32
     sliced: bool = False
 
@@ -38,9 +38,11 @@ def logits_of(case: Case, device: str) -> torch.Tensor:
     *outer, rows = case.shape
     x = torch.randn((*outer, rows + case.sliced, case.V), generator=generator) * 3
     if case.kind == "ties":
-        x = x.round()  # -0.0 too, which equals 0.0
-    if case.kind in ("few", "none"):
-        x = torch.where(torch.rand(x.shape, generator=generator) < 3 / case.V, x, -INF)
+        x = x.round()
+    if case.kind == "zeros":
+        x = torch.where(x > 0, 0.0, -0.0)  # which are equal
+    if case.kind in ("few", "last", "none"):
+        x = torch.where((torch.rand(x.shape, generator=generator) < 3 / case.V) & (case.kind == "few"), x, -INF)
         x[..., case.V - 1] = 0.5
         if case.kind == "none":
             x[..., -1, :] = -INF
@@ -87,6 +89,8 @@ SMALL = {
     "more_than_groups": Case(shape=(1,), V=70, k=64),
     "whole_chunks": Case(shape=(2,), V=8192, k=8, kind="ties"),
     "a_chunk_and_one": Case(shape=(2, 1), V=4097, k=16, kind="few"),
+    "zeros": Case(shape=(2,), V=700, k=16, kind="zeros"),
+    "an_empty_chunk": Case(shape=(2,), V=4200, k=4, kind="last"),
     "no_candidates": Case(shape=(2, 2), V=4200, k=5, kind="none"),
     "nan": Case(shape=(1, 2), V=300, k=16, kind="nan"),
     "slots": Case(shape=(3, 2), V=650, k=10, kind="ties", sliced=True),
