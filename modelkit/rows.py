@@ -82,8 +82,10 @@ class Rows:
     def local(self) -> Tensor:
         """Index of each row within its slot [R]; padding rows get 0."""
         index = torch.arange(self.count, device=self.token.device)
-        start = torch.cat([self.row_offset[:-1], index.new_full((1,), self.count)])[self.slot]
-        return (index - start).clamp(0, self.width - 1)
+        if self.uniform:
+            return index % self.width
+        owner = self.slot.clamp(max=self.slots - 1)
+        return torch.where(self.slot < self.slots, index - self.row_offset[owner], 0).clamp(0, self.width - 1)
 
     def rectangle(self) -> Tensor:
         """Row index of each (slot, local row) [S, width]; where a slot has fewer rows its own last one repeats."""
@@ -126,7 +128,7 @@ def flatten(
             token=token.reshape(-1), position=position.reshape(-1), slot=slot, parent=flat_parent.reshape(-1),
             valid=valid.reshape(-1), ancestors=ancestors.reshape(rows, -1), row_offset=start, width=width, bound=bound,
         )  # fmt: skip
-    start = torch.cat([count.new_zeros(1), count.cumsum(0)])
+    start = torch.nn.functional.pad(count.cumsum(0), (1, 0))
     index = torch.arange(rows, device=device)
     slot = torch.searchsorted(start[1:].contiguous(), index, right=True)
     used = slot < slots
