@@ -21,7 +21,7 @@ from .base import TREES, check_budget
 class BestFirst:
     """Best-first tree of `budget` nodes over the drafter's marginals or, where it has them, its edges."""
 
-    use_kernels = False
+    use_kernels = False  # see `TreePolicy`; on CPUs and with `kernels = "reference"` it stays so
 
     @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
     class Config:

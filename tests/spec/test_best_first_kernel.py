@@ -70,13 +70,12 @@ def scores_of(tree: Tree, proposal: Proposal, slot: int) -> list[float]:
     return [float(total[i]) for i in sorted(total) if i]
 
 
-def check(case: Case) -> None:
+def check(case: Case, device: str = "cpu") -> None:
     proposal = propose(case)
     root = torch.arange(case.S) + 1000
     policy = BestFirst(BestFirst.Config(budget=case.budget, candidates=case.k))
     want = policy.build(proposal, root)
     policy.use_kernels = True
-    device = torch.get_default_device()
     moved = [None if x is None else x.to(device) for x in (proposal.ids, proposal.score, proposal.edge)]
     tree = policy.build(Proposal(ids=moved[0], score=moved[1], edge=moved[2]), root.to(device))
     for field in dataclasses.fields(Tree):
@@ -118,7 +117,7 @@ CASES = {
 } | {f"random_{seed}": random_case(seed) for seed in range(24)}
 
 
-def traced() -> None:
+def traced(device: str = "cpu") -> None:
     """One graph, operators that tell their shapes; first, so that nothing is imported yet."""
     proposal, root = propose(CASES["edges"]), torch.arange(2)
     policy = BestFirst(BestFirst.Config(budget=33))
@@ -127,26 +126,26 @@ def traced() -> None:
     def build(ids: torch.Tensor, score: torch.Tensor, edge: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
         return policy.build(Proposal(ids=ids, score=score, edge=edge), root).ancestors
 
-    device = torch.get_default_device()
     inputs = [x.to(device) for x in (proposal.ids, proposal.score, proposal.edge, root)]
     torch.compiler.reset()
-    backend = "eager" if device.type == "cpu" else "inductor"
+    backend = "eager" if device == "cpu" else "inductor"
     compiled = torch.compile(build, backend=backend, fullgraph=True, dynamic=False)  # noqa: TID251
     assert torch.equal(compiled(*inputs), build(*inputs))
     torch.compiler.reset()
 
 
-def with_kernels(test: Callable[..., None], *arguments: object) -> None:
+def with_kernels(test: Callable[..., None], *arguments: object, device: str = "cpu") -> None:
     """One of test_trees' tests through the kernel."""
-    before, BestFirst.use_kernels = BestFirst.use_kernels, True
+    BestFirst.use_kernels = True
     try:
-        test(*arguments)
+        with torch.device(device):
+            test(*arguments)
     finally:
-        BestFirst.use_kernels = before
+        BestFirst.use_kernels = False
 
 
 HEAP = [(3, 4, 16), (1, 5, 2), (15, 8, 5), (9, 1, 16), (2, 1, 1)]
-CHECKS: dict[str, Callable[[], None]] = {"traced": traced}
+CHECKS: dict[str, Callable[..., None]] = {"traced": traced}
 CHECKS |= {name: functools.partial(check, case) for name, case in CASES.items()}
 CHECKS |= {
     f"heap_{depths}_{k}_{budget}": functools.partial(
@@ -182,15 +181,13 @@ def test_interpreted(interpreted, name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CHECKS)
 def test_gpu(name):
-    with torch.device("cuda"):
-        CHECKS[name]()
+    CHECKS[name](device="cuda")
 
 
 @pytest.mark.gpu
 def test_gpu_the_greatest_budget():
-    with torch.device("cuda"):
-        check(Case(S=2, L=15, k=64, budget=1023))
-        check(Case(S=2, L=15, k=64, budget=1000, edge=True, missing=0.3))
+    check(Case(S=2, L=15, k=64, budget=1023), "cuda")
+    check(Case(S=2, L=15, k=64, budget=1000, edge=True, missing=0.3), "cuda")
 
 
 @pytest.mark.parametrize("name", ["reference", "triton"])
