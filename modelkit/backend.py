@@ -97,6 +97,21 @@ class Reference:
         fed: Tensor = mlp(self.normed(stream, norm))
         return Stream(x=stream.x + fed)
 
+    def top_candidates(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k best tokens of each row, best first, and their log-probabilities.
+
+        Args:
+            logits: [..., V].
+            k: at most V.
+
+        Returns:
+            ids int64 [..., k] and log-probabilities fp32 [..., k]. Which of equals come first is topk's affair here;
+            the kernels take the lowest ids.
+        """
+        wide = logits.float()
+        best, ids = wide.topk(k, -1)
+        return ids, best - wide.logsumexp(-1, keepdim=True)
+
 
 def make_backend(name: str, device: torch.device) -> Reference:
     """A backend by name.

@@ -82,8 +82,10 @@ class Rows:
     def local(self) -> Tensor:
         """Index of each row within its slot [R]; padding rows get 0."""
         index = torch.arange(self.count, device=self.token.device)
-        start = torch.cat([self.row_offset[:-1], index.new_full((1,), self.count)])[self.slot]
-        return (index - start).clamp(0, self.width - 1)
+        if self.uniform:
+            return index % self.width
+        owner = self.slot.clamp(max=self.slots - 1)
+        return torch.where(self.slot < self.slots, index - self.row_offset[owner], 0).clamp(0, self.width - 1)
 
     def rectangle(self) -> Tensor:
         """Row index of each (slot, local row) [S, width]; where a slot has fewer rows its own last one repeats."""
@@ -98,7 +100,7 @@ def flatten(
     token: Tensor,
     parent: Tensor,
     valid: Tensor,
-    visible: Tensor,
+    ancestors: Tensor,
     position: Tensor,
     count: Tensor,
     rows: int,
@@ -110,7 +112,7 @@ def flatten(
         token: int64 [S, N].
         parent: int64 [S, N], local index of the parent, -1 for the first.
         valid: bool [S, N].
-        visible: bool [S, N, N], `visible[s, i, j]`: node i sees node j (itself included).
+        ancestors: int32 [S, N, W], bit j: sees node j of its slot (itself included), see `pack_bits`.
         position: int64 [S, N].
         count: int64 [S], nodes each slot takes part with (0 = idle); ignored when `rows` equals S * N.
         rows: R, at least the sum of `count`.
@@ -118,16 +120,15 @@ def flatten(
     """
     slots, width = token.shape
     device = token.device
-    bits = pack_bits(visible)
     if rows == slots * width:
         slot = torch.arange(slots, device=device).repeat_interleave(width, output_size=rows)
         start = torch.arange(0, rows + 1, width, device=device)
         flat_parent = torch.where(parent < 0, -1, parent + start[:-1, None])
         return Rows(
             token=token.reshape(-1), position=position.reshape(-1), slot=slot, parent=flat_parent.reshape(-1),
-            valid=valid.reshape(-1), ancestors=bits.reshape(rows, -1), row_offset=start, width=width, bound=bound,
+            valid=valid.reshape(-1), ancestors=ancestors.reshape(rows, -1), row_offset=start, width=width, bound=bound,
         )  # fmt: skip
-    start = torch.cat([count.new_zeros(1), count.cumsum(0)])
+    start = torch.nn.functional.pad(count.cumsum(0), (1, 0))
     index = torch.arange(rows, device=device)
     slot = torch.searchsorted(start[1:].contiguous(), index, right=True)
     used = slot < slots
@@ -137,7 +138,7 @@ def flatten(
     return Rows(
         token=torch.where(used, token[owner, local], 0), position=torch.where(used, position[owner, local], 0),
         slot=slot, parent=torch.where(used, flat_parent, -1), valid=used & valid[owner, local],
-        ancestors=bits[owner, local], row_offset=start, width=width, bound=bound,
+        ancestors=ancestors[owner, local], row_offset=start, width=width, bound=bound,
     )  # fmt: skip
 
 
@@ -157,8 +158,8 @@ def chain(*, token: Tensor, start: Tensor, count: Tensor, rows: int, bound: int,
     inside = local[None, :] < count[:, None]
     full = torch.ones(width, width, dtype=torch.bool, device=token.device)
     visible = (full.tril() if causal else full)[None] & inside[:, None, :]
-    visible = visible | torch.eye(width, dtype=torch.bool, device=token.device)
+    ancestors = pack_bits(visible | torch.eye(width, dtype=torch.bool, device=token.device))
     return flatten(
-        token=token, parent=(local - 1).expand(slots, width), valid=inside, visible=visible,
+        token=token, parent=(local - 1).expand(slots, width), valid=inside, ancestors=ancestors,
         position=start[:, None] + local, count=count, rows=rows, bound=bound,
     )  # fmt: skip

@@ -86,30 +86,23 @@ def walk(target: Tensor, nodes: NodeContext) -> Acceptance:
     """Accept the deepest row whose ancestors all carry the token that the target chose at their parent.
 
     Shared by every strategy that gives each row one target token (greedy, gumbel, token matching). No loop and no
-    host: a row is on a matching path when none of its ancestor bits is set in its slot's word of mismatches.
+    host: a row is on a matching path when none of its ancestor bits is set in its slot's words of mismatches. Siblings
+    differ in token, so such rows are one path a slot. Masks over all rows rather than scatters: they fuse.
 
     Args:
         target: int64 [R], the target's token after each row.
         nodes: the rows.
     """
-    rows = nodes.token.shape[0]
-    index = torch.arange(rows, device=target.device)
-    is_root = nodes.parent < 0
-    match = nodes.valid & (is_root | (nodes.token == target[nodes.parent.clamp(min=0)]))
+    device, size = target.device, nodes.ancestors.shape[1]
+    match = nodes.valid & ((nodes.parent < 0) | (nodes.token == target[nodes.parent.clamp(min=0)]))
+    own = nodes.slot == torch.arange(nodes.slots, device=device)[:, None]  # [S, R]
     bit = torch.ones_like(nodes.ancestors[:, 0]) << (nodes.local % 32).to(torch.int32)
-    mismatch = torch.zeros(nodes.slots + 1, nodes.ancestors.shape[1], dtype=torch.int32, device=target.device)
-    mismatch = mismatch.index_put((nodes.slot, nodes.local // 32), torch.where(match, 0, bit), accumulate=True)
-    accepted = match & ((nodes.ancestors & mismatch[nodes.slot]) == 0).all(-1)
-    # One key orders by depth first, then by lowest row.
-    key = torch.where(accepted, (nodes.depth + 1) * rows + (rows - 1 - index), 0)
-    best = key.new_zeros(nodes.slots + 1).scatter_reduce(0, nodes.slot, key, "amax")
-    count, leaf = best // rows, rows - 1 - best % rows
-    on_path = (nodes.ancestors[leaf[nodes.slot]].gather(1, (nodes.local // 32)[:, None])[:, 0] & bit) != 0
-    on_path = on_path & accepted
-    path = index.new_full((nodes.slots + 1, nodes.max_depth + 1), -1)
-    path = path.index_put(
-        (torch.where(on_path, nodes.slot, nodes.slots), torch.where(on_path, nodes.depth, 0)),
-        torch.where(on_path, index, -1),
-    )[: nodes.slots]
+    wrong = own[:, None] & ~match & (nodes.local // 32 == torch.arange(size, device=device)[:, None])  # [S, W, R]
+    mismatch = torch.where(wrong, bit, 0).sum(-1, dtype=torch.int32)  # of different bits
+    seen = mismatch[nodes.slot.clamp(max=nodes.slots - 1)]
+    accepted = match & ((nodes.ancestors & seen) == 0).all(-1)
+    depth = torch.where(accepted, nodes.depth, -1)
+    here = own[:, None] & (depth == torch.arange(nodes.max_depth + 1, device=device)[:, None])  # [S, L + 1, R]
+    path = torch.where(here, torch.arange(target.shape[0], device=device), -1).amax(-1)
     token = torch.where(path < 0, -1, target[path.clamp(min=0)])
-    return Acceptance(path=path, token=token, count=count[: nodes.slots])
+    return Acceptance(path=path, token=token, count=(path >= 0).sum(-1))

@@ -72,6 +72,8 @@ class Engine:
             capacity=self.capacity,
             candidates=self.tree.candidates,
         )
+        if hasattr(self.tree, "use_kernels"):
+            self.tree.use_kernels = self.target.backend.name == "triton"
         self.nodes = self.tree.nodes(self.drafter.depth)
         scratch = max(slots * self.nodes, config.engine.prefill_chunk, self.drafter.rows)
         cache = self.target.new_cache(
@@ -129,7 +131,7 @@ class Engine:
         state = self.state
         count = torch.where(state.active, tree.token.shape[1], 0)
         return flatten(
-            token=tree.token, parent=tree.parent, valid=tree.valid & state.active[:, None], visible=tree.visible,
+            token=tree.token, parent=tree.parent, valid=tree.valid & state.active[:, None], ancestors=tree.ancestors,
             position=state.length[:, None] + tree.depth, count=count, rows=rows, bound=bound,
         )  # fmt: skip
 
@@ -325,7 +327,8 @@ def target_folder(path: str, progress: Any = None) -> Path:
 def root_only(anchor: Tensor) -> Tree:
     """Trees of the anchors alone: a plain step."""
     one = torch.ones_like(anchor)[:, None]
-    return Tree(token=anchor[:, None], parent=-one, depth=one - 1, valid=one.bool(), visible=one.bool()[:, :, None])
+    own = one.int()[:, :, None]
+    return Tree(token=anchor[:, None], parent=-one, depth=one - 1, valid=one.bool(), ancestors=own)
 
 
 def node_context(rows: Rows, state: RoundState) -> NodeContext:

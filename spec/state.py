@@ -125,13 +125,18 @@ class RoundState(nn.Module):
         step = torch.arange(width, device=token.device)
         count = torch.minimum(accepted.count, (self.limit - self.total).clamp(min=0))
         count = torch.where(self.active, count, 0)
-        is_stop = (token[:, :, None] == self.stop_ids[:, None, :]).any(-1) & (step < count[:, None])
+        # Id by id, which fuses with what follows; one reduction over them all would be a kernel of its own.
+        is_stop = torch.zeros_like(token, dtype=torch.bool)
+        for number in range(self.max_stop_ids):
+            is_stop = is_stop | (token == self.stop_ids[:, number, None])
+        is_stop = is_stop & (step < count[:, None])
         first = torch.where(is_stop, step, width).amin(-1)
         stopped = first < width
         count = torch.where(stopped, first + 1, count)
         inside = step < count[:, None]
         place = torch.where(inside, self.total[:, None] + step, self.capacity)
-        self.tokens.scatter_(1, place, torch.where(inside, token, 0))
+        slot = torch.arange(self.slots, device=token.device)[:, None]
+        self.tokens[slot, place] = torch.where(inside, token, 0)  # scatter_ would copy the buffer to and fro
         self.total += count
         last = token.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
         self.anchor.copy_(torch.where(count > 0, last, self.anchor))

@@ -7,16 +7,18 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from modelkit.rows import WORD, words
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Proposal:
     """What a drafter thinks comes after each slot's anchor.
 
     Attributes:
-        ids: int64 [S, L, k], candidate tokens of each depth, best first; distinct within a depth unless `edge` tells
-            them apart.
+        ids: int64 [S, L, k], candidate tokens of each depth; distinct within a depth unless `edge` tells them apart.
         score: fp32 [S, L, k], log-probability of each candidate. Without `edge` it holds whatever the parent is (the
-            marginals of a block drafter); with `edge` it is used at the first depth only. -inf: no candidate.
+            marginals of a block drafter) and falls along k; with `edge` it is used at the first depth only, in any
+            order. -inf: no candidate.
         edge: fp32 [S, L, k, k] or None, log-probability of candidate j at depth d after candidate i at depth d - 1,
             `edge[:, d, i, j]`; depth 0 is unused.
     """
@@ -45,14 +47,14 @@ class Tree:
         parent: int64 [S, N], -1 for the root.
         depth: int64 [S, N].
         valid: bool [S, N]; an invalid node holds no candidate and is never accepted, nor is anything below it.
-        visible: bool [S, N, N], `visible[s, i, j]`: j is i itself or an ancestor of i.
+        ancestors: int32 [S, N, W], bit j % 32 of word j // 32: node j is the node itself or an ancestor of it.
     """
 
     token: Tensor
     parent: Tensor
     depth: Tensor
     valid: Tensor
-    visible: Tensor
+    ancestors: Tensor
 
     @classmethod
     def make(cls, *, token: Tensor, parent: Tensor, depth: Tensor, valid: Tensor, max_depth: int) -> Tree:
@@ -66,11 +68,13 @@ class Tree:
             max_depth: L, a host constant.
         """
         slots, nodes = token.shape
-        row = torch.arange(slots, device=token.device)[:, None]
-        visible = torch.eye(nodes, dtype=torch.bool, device=token.device).expand(slots, nodes, nodes)
+        node = torch.arange(nodes, dtype=torch.int32, device=token.device)[:, None]
+        word = torch.arange(words(nodes), device=token.device)
+        own = torch.where(node // WORD == word, torch.ones_like(node) << node % WORD, 0)
+        ancestors = own.expand(slots, -1, -1)
         jump = parent.clamp(min=0)
-        # Doubling: after i rounds a node sees its 2^i nearest ancestors.
+        # Doubling: after i rounds a node knows its 2^i nearest ancestors.
         for _ in range(max_depth.bit_length()):
-            visible = visible | visible[row, jump]
+            ancestors = ancestors | ancestors.gather(1, jump[:, :, None].expand_as(ancestors))
             jump = jump.gather(1, jump)
-        return cls(token=token, parent=parent, depth=depth, valid=valid, visible=visible)
+        return cls(token=token, parent=parent, depth=depth, valid=valid, ancestors=ancestors)

@@ -18,6 +18,7 @@ from .few_rows import few_rows_linear, fits
 from .freeze import freeze
 from .linear import one_row_linear
 from .rotary import rotary_store
+from .top_candidates import MAX_CANDIDATES, top_candidates
 from .tree_attention import choose_splits, tree_attention
 
 if TYPE_CHECKING:
@@ -134,6 +135,12 @@ class TritonBackend(Reference):
             gate, up = both(x).chunk(2, -1)
             inner = F.silu(gate) * up
         return added(stream, inner, mlp.down_proj)
+
+    def top_candidates(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Two kernels that read the logits once; many candidates go through a sort."""
+        if k > MAX_CANDIDATES:
+            return super().top_candidates(logits, k)
+        return top_candidates(logits, k)
 
 
 def sums(x: Tensor, layer: nn.Linear) -> Tensor:

@@ -79,8 +79,8 @@ class DFlashDrafter:
         self.ingest(state.pending, state.pending_count)
         state.pending_count.zero_()
         logits = self.block_logits(state.anchor, state.length, bound)[:, 1:]
-        score, ids = logits.float().topk(self.candidates, -1)
-        return Proposal(ids=ids, score=score - logits.float().logsumexp(-1, keepdim=True))
+        ids, score = self.target.backend.top_candidates(logits, self.candidates)
+        return Proposal(ids=ids, score=score)
 
     def block_logits(self, anchor: Tensor, start: Tensor, bound: int) -> Tensor:
         """Logits of every block row, the anchor's included, [S, B, V].

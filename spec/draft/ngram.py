@@ -101,8 +101,8 @@ class NgramDrafter:
         score = torch.where(first, score, -torch.inf)
         linked = same[:, :-1] & first[:, :-1, :, None]  # i at depth d - 1 stands for j's prefix
         edge = torch.where(linked, score[:, 1:, None, :], -torch.inf)
-        edge = torch.cat([torch.full_like(edge[:, :1], -torch.inf), edge], 1) if edge.shape[1] else edge
-        return Proposal(ids=ids, score=score, edge=edge if edge.shape[1] else None)
+        unused = torch.full_like(same[:, :1], -torch.inf, dtype=score.dtype)
+        return Proposal(ids=ids, score=score, edge=torch.cat([unused, edge], 1))
 
     def ingest(self, features: Tensor | None, count: Tensor) -> None:
         """Nothing to take: the tokens are in the round state."""

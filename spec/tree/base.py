@@ -18,6 +18,7 @@ class TreePolicy(Protocol):
 
     Attributes:
         candidates: k, how many candidates a depth the policy wants.
+        use_kernels: set by the engine where kernels may run; a policy without kernels has no such attribute.
     """
 
     Config: ClassVar[type[Any]]

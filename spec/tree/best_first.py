@@ -21,6 +21,8 @@ from .base import TREES, check_budget
 class BestFirst:
     """Best-first tree of `budget` nodes over the drafter's marginals or, where it has them, its edges."""
 
+    use_kernels = False  # see `TreePolicy`; on CPUs and with `kernels = "reference"` it stays so
+
     @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
     class Config:
         """`budget` counts nodes without the root; `candidates` is how many ranks a depth may enter the tree."""
@@ -42,7 +44,11 @@ class BestFirst:
         return self.config.budget + 1
 
     def build(self, proposal: Proposal, root: Tensor) -> Tree:
-        """Grow, then prune to the budget."""
+        """Grow, then prune to the budget; with kernels, node by node."""
+        if self.use_kernels:
+            from ..kernels.best_first import best_first_tree
+
+            return best_first_tree(proposal, root, self.config.budget)
         slots, budget, k = root.shape[0], self.config.budget, proposal.candidates
         score, candidate, parent = self._grow(proposal)
         depths = torch.arange(1, proposal.depth + 1, device=root.device)

@@ -1,12 +1,8 @@
 """Fixtures of modelkit's tests: checkpoints of transformers as the oracle, and tiny models made by hand."""
 
 import dataclasses
-import importlib.util
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,20 +105,3 @@ def tiny_model(tiny_config) -> Callable[..., Transformer]:
         return model.eval().requires_grad_(False)
 
     return make
-
-
-@pytest.fixture(scope="session")
-def run_interpreted() -> Callable[[str], dict[str, Any]]:
-    """`run(file)`: the JSON that a test file prints as a script in Triton's interpreter, in a process of its own."""
-
-    def run(file: str) -> dict[str, Any]:
-        if importlib.util.find_spec("triton") is None:
-            pytest.skip("triton is not installed")
-        path = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-        quiet = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        env = os.environ | quiet | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-        done = subprocess.run([sys.executable, file], env=env, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return run

@@ -5,14 +5,20 @@ imported; it is wrong for bf16, so fp32 stands in for that.
 """
 
 import json
+import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import interpreter
 
 EPS = 1e-5
 
@@ -133,9 +139,9 @@ LARGE: dict[str, Case] = SMALL | {
 
 
 @pytest.fixture(scope="module")
-def interpreted(run_interpreted) -> dict[str, Any]:
+def interpreted() -> dict[str, Any]:
     """The error of each small case in fp32, or a traceback."""
-    return run_interpreted(__file__)
+    return interpreter.interpreted(__file__)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -181,9 +187,7 @@ def test_gpu_operators_are_registered_rightly():
 
 def interpret() -> dict[str, Any]:
     """Run the small cases in Triton's interpreter."""
-    import triton_interpreter
-
-    triton_interpreter.patch()
+    interpreter.patch_interpreter()
     results: dict[str, Any] = {}
     for name, (function, sizes) in SMALL.items():
         try:

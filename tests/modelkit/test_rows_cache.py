@@ -61,7 +61,7 @@ def rows_of(parts: list[Part], *, padding: int, bound: int | None = None) -> Row
     count = torch.tensor([len(p.tokens) for p in parts])
     rows = len(parts) * width if padding < 0 else int(count.sum()) + padding
     bound = max(len(p.context) for p in parts) if bound is None else bound
-    nodes = {"token": token, "parent": parent, "valid": valid, "visible": visible, "position": position}
+    nodes = {"token": token, "parent": parent, "valid": valid, "ancestors": pack_bits(visible), "position": position}
     return flatten(**nodes, count=count, rows=rows, bound=bound)
 
 

@@ -7,16 +7,21 @@ script), because Triton reads TRITON_INTERPRET when it is imported; it is wrong 
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import random
+import sys
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import interpreter
 
 from modelkit.attention import DensePlan
 from modelkit.cache import LayerView
@@ -231,15 +236,10 @@ def test_definition_is_the_dense_plan(name):
     torch.testing.assert_close(out[:used], expected(a)[:used])
 
 
-def needs_triton() -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
-
-
 @pytest.fixture(scope="module")
-def interpreted(run_interpreted) -> dict[str, Any]:
+def interpreted() -> dict[str, Any]:
     """What `interpret` found for each small case: errors, or a traceback."""
-    return run_interpreted(__file__)
+    return interpreter.interpreted(__file__)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -255,7 +255,7 @@ def test_half_precision_interpreted(interpreted):
 
 
 def test_splits_fill_one_wave():
-    needs_triton()
+    interpreter.needs_triton()
     from modelkit.kernels.tiles import KEYS_PER_SPLIT, choose_splits, choose_tile, tile_count
 
     for R, width, S, Hkv, G in [
@@ -280,7 +280,7 @@ def test_splits_fill_one_wave():
 @pytest.mark.parametrize("slots", [1, 2, 5])
 @pytest.mark.parametrize("block_m", [16, 64])
 def test_tiles_are_enough(slots, block_m):
-    needs_triton()
+    interpreter.needs_triton()
     from modelkit.kernels.tree_attention import tile_count
 
     pick = random.Random(slots)
@@ -307,7 +307,7 @@ def test_tiles_are_enough(slots, block_m):
     ],
 )
 def test_wrong_arguments_are_refused(field, change, message):
-    needs_triton()
+    interpreter.needs_triton()
     from modelkit.kernels.tree_attention import tree_attention
 
     a = arguments(Case(rows=(4,), context=(9,), Hkv=2, G=2), seed=0, dtype=torch.float32)
@@ -403,11 +403,9 @@ def test_gpu_operator_is_registered_rightly():
 
 def interpret() -> dict[str, Any]:
     """Run the small cases in Triton's interpreter."""
-    import triton_interpreter
-
     from modelkit.kernels import tree_attention
 
-    triton_interpreter.patch()
+    interpreter.patch_interpreter()
     own = tree_attention.choose_tile
 
     def attempt(case: Case, dtype: torch.dtype) -> Any:

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from modelkit.rows import flatten
+from modelkit.rows import flatten, pack_bits
 from sampling import SAMPLERS, NodeContext, walk
 
 V = 7
@@ -28,8 +28,8 @@ def context(trees, *, max_depth, rows=None):
     count = torch.tensor([width if tree else 0 for tree in trees])
     start = 10 + torch.arange(slots)[:, None]
     flat = flatten(
-        token=token, parent=parent, valid=valid, visible=visible, position=start + depth, count=count,
-        rows=rows or slots * width, bound=0,
+        token=token, parent=parent, valid=valid, ancestors=pack_bits(visible), position=start + depth,
+        count=count, rows=rows or slots * width, bound=0,
     )  # fmt: skip
     base = torch.cat([start[:, 0], start.new_zeros(1)])[flat.slot]
     return NodeContext(

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import heap_reference as heap  # noqa: E402
 from dflash_helpers import paths  # noqa: E402
 
-from modelkit.rows import flatten  # noqa: E402
+from modelkit.rows import flatten, unpack_bits  # noqa: E402
 from sampling import SAMPLERS, NodeContext, walk  # noqa: E402
 from spec.tree import MAX_BUDGET, TREES  # noqa: E402
 from spec.types import Proposal, Tree  # noqa: E402
@@ -38,7 +38,9 @@ def build(proposal, name, **settings):
     root = torch.arange(1000, 1000 + slots)
     tree = policy.build(proposal, root)
     assert tree.token.shape == tree.parent.shape == tree.depth.shape == tree.valid.shape == (slots, nodes)
-    assert tree.visible.shape == (slots, nodes, nodes) and tree.valid.dtype == tree.visible.dtype == torch.bool
+    assert tree.ancestors.shape == (slots, nodes, -(-nodes // 32)) and tree.ancestors.dtype == torch.int32
+    assert tree.valid.dtype == torch.bool
+    seen = unpack_bits(tree.ancestors, nodes)
     for s in range(slots):
         parent, token, depth, valid = (t[s].tolist() for t in (tree.parent, tree.token, tree.depth, tree.valid))
         assert (parent[0], token[0], depth[0], valid[0]) == (-1, 1000 + s, 0, True)
@@ -46,7 +48,7 @@ def build(proposal, name, **settings):
         ancestors = [{0}]
         for i in range(1, nodes):
             ancestors.append(ancestors[parent[i]] | {i})
-        assert [set(row.nonzero()[:, 0].tolist()) for row in tree.visible[s]] == ancestors
+        assert [set(row.nonzero()[:, 0].tolist()) for row in seen[s]] == ancestors
         real = [i for i in range(1, nodes) if valid[i]]
         assert all(valid[parent[i]] and depth[i] == depth[parent[i]] + 1 for i in real)
         assert len({(parent[i], token[i]) for i in real}) == len(real), "two children with the same token"
@@ -225,7 +227,7 @@ def context(trees, count, rows, depth):
     tree = Tree.make(token=token, parent=parent, depth=depths, valid=valid, max_depth=depth)
     length = torch.arange(len(trees) + 1) * 7  # the dummy slot's too
     flat = flatten(
-        token=token, parent=parent, valid=valid, visible=tree.visible, position=length[:-1, None] + depths,
+        token=token, parent=parent, valid=valid, ancestors=tree.ancestors, position=length[:-1, None] + depths,
         count=torch.tensor(count), rows=rows, bound=0,
     )  # fmt: skip
     return NodeContext(
