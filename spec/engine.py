@@ -26,7 +26,7 @@ from modelkit.loading import load_model
 from modelkit.registry import unknown_name
 from modelkit.rows import Rows, chain, flatten
 from parallel import LAYOUTS
-from sampling import SAMPLERS, NodeContext
+from sampling import SAMPLERS, Acceptance, NodeContext
 
 from .config import GenerateConfig, load_config
 from .draft import DRAFTERS
@@ -36,7 +36,7 @@ from .running import Running
 from .state import RoundState
 from .text import Prompt, load_tokenizer
 from .tree import TREES
-from .types import Tree
+from .types import Tree, Verified
 
 DEFAULT_MAX_MODEL_LEN = 8192
 
@@ -115,14 +115,26 @@ class Engine:
             bound: host-known upper bound of every committed length.
             plain: one row a slot and no drafter.
         """
-        state, drafter = self.state, self.drafter
-        tree = root_only(state.anchor) if plain else self.tree.build(drafter.propose(state, bound), state.anchor)
+        state = self.state
+        tree = root_only(state.anchor) if plain else self.tree.build(self.drafter.propose(state, bound), state.anchor)
+        verified = self.verify(tree, rows, bound, plain)
+        self.commit(verified, self.accept(verified))
+
+    def verify(self, tree: Tree, rows: int, bound: int, plain: bool = False) -> Verified:
+        """One forward of the target over the trees' rows; arguments as in `step`."""
         flat = self._flat_rows(tree, rows, bound)
-        output = self.target(flat, state.cache, () if plain else drafter.taps)
-        logits = self.target.head(output.hidden)
-        accepted = self.sampler.accept(logits, node_context(flat, state))
+        output = self.target(flat, self.state.cache, () if plain else self.drafter.taps)
+        return Verified(rows=flat, logits=self.target.head(output.hidden), taps=output.taps)
+
+    def accept(self, verified: Verified) -> Acceptance:
+        """What the sampler makes of the logits."""
+        return self.sampler.accept(verified.logits, node_context(verified.rows, self.state))
+
+    def commit(self, verified: Verified, accepted: Acceptance) -> None:
+        """Emit tokens, cut at stop ids and limits; keep the accepted rows' features and K/V."""
+        state = self.state
         count = state.emit(accepted)
-        state.remember(output.taps, accepted.path, count)
+        state.remember(verified.taps, accepted.path, count)
         self.target.backend.commit(state.cache, accepted.path, count)
 
     def _flat_rows(self, tree: Tree, rows: int, bound: int) -> Rows:

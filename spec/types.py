@@ -7,6 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from modelkit.rows import Rows
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Proposal:
@@ -74,3 +76,18 @@ class Tree:
             visible = visible | visible[row, jump]
             jump = jump.gather(1, jump)
         return cls(token=token, parent=parent, depth=depth, valid=valid, visible=visible)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What the target says about a round's rows.
+
+    Attributes:
+        rows: R rows, the trees' nodes laid out flat.
+        logits: [R, V] after each row.
+        taps: [R, K * H], features of the tapped layers; None when nothing is tapped.
+    """
+
+    rows: Rows
+    logits: Tensor
+    taps: Tensor | None
