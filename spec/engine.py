@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from modelkit.compile import Step, compile_step
-from modelkit.demo import DEMO_NAME, prepare_demo_model
 from modelkit.loading import load_model
 from modelkit.registry import unknown_name
 from modelkit.rows import Rows, chain, flatten
@@ -33,6 +32,7 @@ from .draft import DRAFTERS
 from .readback import Readback
 from .requests import Completion, Piece, Request, Settings, prepare
 from .running import Running
+from .sources import refuse_shape, target_source
 from .state import RoundState
 from .text import Prompt, load_tokenizer
 from .tree import TREES
@@ -45,19 +45,28 @@ class Engine:
     """A target, a drafter, a tree policy and a sampler, with caches for a fixed number of slots.
 
     Build it with `Engine.from_config`. One thread at a time may use it.
+
+    Args:
+        config: the run.
+        progress: called with lines about what takes long.
+        random_weights: a target or drafter may be a shape (a config.json alone) and gets random weights then; for
+            timing, as its output means nothing.
     """
 
-    def __init__(self, config: GenerateConfig, progress: Any = None) -> None:
+    def __init__(self, config: GenerateConfig, progress: Any = None, *, random_weights: bool = False) -> None:
         self.config = config
+        if not random_weights:
+            refuse_shape("target", config.target.path)
+            refuse_shape("drafter", getattr(config.draft.config, "path", ""))
         if config.engine.threads is not None:
             torch.set_num_threads(config.engine.threads)
-        folder = target_folder(config.target.path, progress)
+        source = target_source(config.target.path, progress)
         layout = LAYOUTS.get(config.parallel.name)(config.parallel.config)  # type: ignore[call-arg]
         self.target = load_model(
-            folder, dtype=config.target.dtype, device=config.target.device, layout=layout,
-            kernels=config.compile.kernels,
+            source, dtype=config.target.dtype, device=config.target.device, layout=layout,
+            kernels=config.compile.kernels, random_seed=0 if source.is_file() else None,
         )  # fmt: skip
-        self.tokenizer = load_tokenizer(folder)
+        self.tokenizer = load_tokenizer(source)
         model_limit = self.target.config.max_position_embeddings
         self.capacity = config.engine.max_model_len or min(model_limit, DEFAULT_MAX_MODEL_LEN)
         if self.capacity > model_limit:
@@ -322,16 +331,6 @@ class Engine:
             self.state.retire(slot)
             warn_if_nothing_accepted(piece.completion, self.config.draft.name)
         yield live.index, piece
-
-
-def target_folder(path: str, progress: Any = None) -> Path:
-    """The folder of a target: a path, or the demo model's name, which is prepared if need be."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir() and path == DEMO_NAME:
-        return prepare_demo_model(progress)
-    if not folder.is_dir():
-        raise ValueError(f"target {path!r} is neither a folder nor '{DEMO_NAME}' (models are not downloaded)")
-    return folder
 
 
 def root_only(anchor: Tensor) -> Tree:
