@@ -32,6 +32,11 @@ def compile_step(step: Step, mode: str) -> Step:
     return compiled
 
 
+def forget() -> None:
+    """Drop everything compiled in this process, with the memory that captured graphs hold."""
+    torch._dynamo.reset()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
     """What the compiler did so far in this process.
