@@ -44,6 +44,11 @@ def _shorten_log() -> None:
     exc.OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: f"target: {target}")  # type: ignore[method-assign]
 
 
+def forget() -> None:
+    """Drop everything compiled in this process, with the memory that captured graphs hold."""
+    torch._dynamo.reset()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
     """What the compiler did so far in this process.

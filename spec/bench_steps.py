@@ -1,140 +1,365 @@
-"""`flashtree bench-steps`: time of one forward over a given number of rows, at a model's shape with random weights.
+"""The steps mode of `flashtree bench`: the parts of a round, each timed by itself, at fixed shapes.
 
-A step is a chain of rows behind a context, through all layers, the head and argmax: one row is plain decoding, more are
-what a tree's verification costs. Steps are timed back to back, as rounds run, on the device's own clock.
+For each number of slots and each context length: a plain step, verifications of given widths, draft, tree, accept,
+commit, the whole round, a prefill chunk; beside each the bytes it must move and how much of the measured bandwidth that
+is. Needs no prompts: every slot holds random token ids, by the engine's own prefill.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
+import gc
 import json
-import statistics
+import random
+import sys
 import time
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from modelkit.cache import KVCache
-from modelkit.compile import Counters, compile_step
-from modelkit.loading import load_model
-from modelkit.model import Transformer
-from modelkit.rows import chain
+from modelkit.compile import Counters, Step, compile_step, forget
+from modelkit.config import ModelConfig, read_json
+from modelkit.registry import unknown_name
 
-from .cli import check_writable
-from .config import CompileConfig
-from .report import table
+from .config import GenerateConfig, load_config
+from .engine import Engine
+from .generate import describe
+from .parts import Parts, PrefillChunk, Saved, Verify, occupy, vacate
+from .report import machine_line, table
+from .sources import drafter_shape, shape_file, target_shapes, target_source
+from .timing import BATCH, copy_bandwidth, synchronisations, timed
+from .traffic import part_bytes
 
-BATCH = 10  # steps between two looks at the clock
-
-
-def shapes() -> dict[str, Path]:
-    """Published configs inside the package, by name."""
-    folder = Path(str(resources.files("spec"))) / "shapes"
-    return {path.stem: path for path in sorted(folder.glob("*.json"))}
+MARGIN = 256  # positions behind the context, for what the timed rounds commit
+PROMPT, NEW = 128, 2  # the request whose first token is timed
+PEER_TOKENS = 64
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `flashtree bench-steps`."""
-    parser.add_argument("--shape", default="smollm2-135m", help=f"{', '.join(shapes())}, or a config.json")
-    parser.add_argument("--rows", default="1,16,32", help="row counts, by comma")
-    parser.add_argument("--context", default="1024", help="context lengths, by comma")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--mode", default="auto", help="auto, none, default or reduce-overhead")
-    parser.add_argument("--kernels", default="auto", help="auto, reference or triton")
-    parser.add_argument("--repeat", type=int, default=7, metavar="N", help=f"timings of {BATCH} steps each")
-    parser.add_argument("--json", metavar="FILE", help="write the figures to this file")
+def numbers(text: str, option: str) -> list[int]:
+    """Whole numbers by comma.
 
-
-class StepModule(nn.Module):
-    """A step without arguments and results."""
-
-    def __init__(self, model: Transformer, cache: KVCache, rows: int) -> None:
-        super().__init__()
-        self.model, self.cache, self.rows = model, cache, rows
-        token = torch.arange(rows, device=model.device)[None] % model.config.vocab_size
-        self.register_buffer("token", token, persistent=False)
-        self.register_buffer("count", torch.full((1,), rows, device=model.device), persistent=False)
-        self.register_buffer("chosen", torch.zeros(rows, dtype=torch.int64, device=model.device), persistent=False)
-
-    token: Tensor
-    count: Tensor
-    chosen: Tensor
-
-    def forward(self) -> None:
-        """Embed, all layers, head, argmax."""
-        start = self.cache.length[:-1]
-        rows = chain(token=self.token, start=start, count=self.count, rows=self.rows, bound=self.cache.capacity)
-        self.chosen.copy_(self.model.head(self.model(rows, self.cache).hidden).argmax(-1))
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Time and print a table."""
-    check_writable(arguments.json)
-    row_counts, contexts = (_numbers(text) for text in (arguments.rows, arguments.context))
-    path = shapes().get(arguments.shape, Path(arguments.shape))
-    if not path.is_file():
-        raise ValueError(f"no shape '{arguments.shape}'; shipped: {', '.join(shapes())}, or a path to a config.json")
-    model = load_model(path, dtype=arguments.dtype, device=arguments.device, kernels=arguments.kernels, random_seed=0)
-    mode = CompileConfig(mode=arguments.mode).resolved_mode(arguments.device)
-    cache = model.new_cache(slots=1, capacity=max(contexts) + 256, scratch=max(row_counts))
-    for layer in cache.all_layers():
-        layer.k.normal_()
-        layer.v.normal_()
-    lines = [["rows", *(f"context {n}, ms" for n in contexts), "first run, s"]]
-    figures: list[dict[str, Any]] = []
-    for rows in row_counts:
-        began = time.perf_counter()
-        step = compile_step(StepModule(model, cache, rows), mode)
-        times = []
-        for context in contexts:
-            cache.length[0] = context
-            times.append(timed(step, model.device, arguments.repeat))
-            if len(times) == 1:
-                first = time.perf_counter() - began
-        lines.append([str(rows), *(f"{ms:.3f}" for ms in times), f"{first:.1f}"])
-        figures.append({"rows": rows, "ms": dict(zip(contexts, times, strict=True)), "first_run_s": first})
-    where = torch.cuda.get_device_name() if model.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{arguments.shape}, {arguments.dtype}, random weights; {where}; torch {torch.__version__}; mode {mode}, "
-          f"kernels {model.backend.name}")  # fmt: skip
-    print(table(lines))
-    print(Counters.read())
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(figures, indent=1), encoding="utf-8")
-    return 0
-
-
-def _numbers(text: str) -> list[int]:
+    Raises:
+        ValueError: something else, or a number below 1.
+    """
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"'{text}' is not a list of whole numbers by comma") from None
+        raise ValueError(f"{option} {text}: not a list of whole numbers by comma") from None
     if min(found) < 1:
-        raise ValueError(f"'{text}': numbers must be at least 1")
+        raise ValueError(f"{option} {text}: numbers must be at least 1")
     return found
 
 
-@torch.no_grad()
-def timed(step: Any, device: torch.device, repeat: int) -> float:
-    """Median milliseconds of a step, `BATCH` of them back to back at a time."""
-    for _ in range(3):
-        step()
-    found = []
-    for _ in range(repeat):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            for _ in range(BATCH):
-                step()
-            end.record()
-            torch.cuda.synchronize()
-            found.append(start.elapsed_time(end) / BATCH)
+def with_shape(source: str, overrides: dict[str, Any], shape: str | None) -> GenerateConfig:
+    """The config with `--shape` worked in: the target's path and, for a dflash drafter, the shape's own drafter.
+
+    Args:
+        source: of the config.
+        overrides: of the command line; they win.
+        shape: a shipped name or a config.json; None changes nothing.
+
+    Raises:
+        ValueError: no such shape.
+    """
+    if shape is None:
+        return load_config(source, overrides)
+    if shape_file(shape) is None:
+        raise unknown_name("shape", shape, target_shapes())
+    changes = {"target.path": shape} | overrides
+    drafter = overrides.get("draft.name") or load_config(source).draft.name
+    own = drafter_shape(shape)
+    if drafter == "dflash" and own is not None:
+        changes.setdefault("draft.path", own)
+    return load_config(source, changes)
+
+
+def uses_random_weights(config: GenerateConfig) -> bool:
+    """Whether the target or the drafter is a shape."""
+    paths = (config.target.path, str(getattr(config.draft.config, "path", "")))
+    return any(shape_file(path) is not None for path in paths)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is timed.
+
+    Attributes:
+        rows: nodes a slot of the verifications, the root counted.
+        contexts: committed lengths.
+        batches: numbers of slots.
+        room: positions a slot needs.
+    """
+
+    rows: list[int]
+    contexts: list[int]
+    batches: list[int]
+    room: int
+
+    @classmethod
+    def read(cls, arguments: argparse.Namespace, config: GenerateConfig) -> Plan:
+        """From the command line; context lengths default to those of 1024 and 8192 that the target has room for.
+
+        Raises:
+            ValueError: not numbers, or the target or a forward has no room for them.
+        """
+        source = target_source(config.target.path, _tell)
+        file = source if source.is_file() else source / "config.json"
+        limit = ModelConfig.from_dict(read_json(file), str(file)).max_position_embeddings
+        rows, batches = numbers(arguments.rows, "--rows"), numbers(arguments.batch, "--batch")
+        if arguments.context is None:
+            contexts = [n for n in (1024, 8192) if n < limit] or [limit // 2]
         else:
-            began = time.perf_counter()
-            for _ in range(BATCH):
-                step()
-            found.append((time.perf_counter() - began) * 1e3 / BATCH)
-    return float(statistics.median(found))
+            contexts = numbers(arguments.context, "--context")
+        if max(contexts) >= limit:
+            raise ValueError(f"--context {max(contexts)}: must be below the {limit} positions the target was made for")
+        most = config.engine.prefill_chunk
+        if max(rows) * max(batches) > most:
+            raise ValueError(
+                f"--rows {max(rows)} with --batch {max(batches)}: a forward has room for {most} rows "
+                "(engine.prefill_chunk); set that higher"
+            )
+        return cls(rows=rows, contexts=contexts, batches=batches, room=min(max(contexts) + MARGIN, limit))
+
+    def engine(self, config: GenerateConfig, batch: int) -> Engine:
+        """An engine of so many slots with room for the longest context."""
+        sized = load_config(config, {"engine.slots": batch, "engine.max_model_len": self.room})
+        return Engine(sized, progress=_tell, random_weights=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One part's figures.
+
+    Attributes:
+        part: its name.
+        rows: of its forward, all slots together; None for parts without one.
+        ms: a step, back to back as rounds run; the host's launches are in it where they are the slower ones.
+        device_ms: the same with the host ahead; None on a CPU.
+        bytes: that it must move; None where that says nothing.
+        fraction: of the measured copy bandwidth that this is.
+        first_run_s: the step's first run at this context, compiling included where it had not run before.
+    """
+
+    part: str
+    rows: int | None
+    ms: float
+    device_ms: float | None
+    bytes: int | None
+    fraction: float | None
+    first_run_s: float
+
+
+class Bench:
+    """Times the parts of one engine's rounds.
+
+    Args:
+        engine: its slots are filled here.
+        rows: nodes a slot of the verifications.
+        bandwidth: bytes a second that fractions are of.
+        repeat: timings of ten steps each.
+    """
+
+    def __init__(self, engine: Engine, rows: list[int], bandwidth: float, repeat: int) -> None:
+        self.engine, self.rows, self.bandwidth, self.repeat = engine, rows, bandwidth, repeat
+        self.mode = engine.config.compile.resolved_mode(engine.config.target.device)
+        self.device = engine.target.device
+        self._steps: dict[tuple[str, int | None], Step] = {}
+
+    def run(self, context: int) -> dict[str, Any]:
+        """All parts at one context length, as a record."""
+        engine = self.engine
+        vacate(engine)
+        occupy(engine, random_prompts(engine, context))
+        saved = Saved(engine)
+        _tell(f"{engine.state.slots} slot(s), context {context}")
+        eager = self.mode == "none"
+        if eager or not self._steps:  # an eager step reads as far as its bound; a compiled one must serve all contexts
+            longest = context + BATCH * (engine.drafter.depth + 1)
+            self._steps = self._make(min(longest, engine.capacity) if eager else engine.capacity)
+        first_runs = {key: self._first_run(key, saved) for key in self._steps}
+        before = Counters.read()
+        moved = part_bytes(engine, context)
+        parts = [self._figure(key, moved[key[0]], first_runs[key], saved) for key in self._steps]
+        recompiles = Counters.read().graphs - before.graphs
+        syncs = synchronisations(self._steps["round", engine.state.slots * engine.nodes], self.device)
+        saved.restore()
+        return {
+            "parts": [dataclasses.asdict(part) for part in parts],
+            "host_syncs_in_10_rounds": syncs,
+            "recompiles_while_timing": recompiles,
+        }
+
+    def _make(self, bound: int) -> dict[tuple[str, int | None], Step]:
+        engine, slots = self.engine, self.engine.state.slots
+        tree_rows = slots * engine.nodes
+        parts = Parts(engine, bound).in_order()
+        made: dict[tuple[str, int | None], Step] = {
+            ("plain step", slots): functools.partial(engine.step, slots, bound, True),
+            **{("verify", slots * n): Verify(engine, n, bound).step for n in self.rows},
+            ("draft", None): parts["draft"],
+            ("tree", None): parts["tree"],
+            # In place of a chain as wide as the tree, if that was asked for.
+            ("verify", tree_rows): parts["verify"],
+            ("accept", tree_rows): parts["accept"],
+            ("commit", None): parts["commit"],
+            ("round", tree_rows): functools.partial(engine.step, tree_rows, bound),
+            ("prefill chunk", engine.config.engine.prefill_chunk): PrefillChunk(engine, bound),
+        }
+        return {key: compile_step(step, self.mode) for key, step in made.items()}
+
+    def _first_run(self, key: tuple[str, int | None], saved: Saved) -> float:
+        part, rows = key
+        began = time.perf_counter()
+        self._steps[key]()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+        saved.restore()
+        if self.mode != "none" and seconds > 1:
+            _tell(f"  {part}" + (f", {rows} rows" if rows else "") + f": compiled in {seconds:.0f} s")
+        return seconds
+
+    def _figure(self, key: tuple[str, int | None], moved: int | None, first_run: float, saved: Saved) -> Figure:
+        clock = functools.partial(timed, self._steps[key], self.device, self.repeat, before=saved.restore)
+        ms = clock()
+        device_ms = clock(head_start=True) if self.device.type == "cuda" else None
+        seconds = (ms if device_ms is None else device_ms) * 1e-3
+        fraction = None if moved is None else moved / seconds / self.bandwidth
+        return Figure(
+            part=key[0], rows=key[1], ms=ms, device_ms=device_ms, bytes=moved, fraction=fraction,
+            first_run_s=first_run,
+        )  # fmt: skip
+
+
+def random_prompts(engine: Engine, length: int) -> list[list[int]]:
+    """Token ids for every slot, the same at each call."""
+    draw = random.Random(length)
+    vocab = engine.target.config.vocab_size
+    return [draw.choices(range(vocab), k=length) for _ in range(engine.state.slots)]
+
+
+def first_tokens(engine: Engine) -> dict[str, float]:
+    """Seconds to the first token and to the end of a short request: the process's first one, then the next."""
+    length = min(PROMPT, engine.capacity - NEW - 1)
+    prompt = random_prompts(engine, length)[0]
+    found: dict[str, float] = {"prompt_tokens": length}
+    for name in ("cold", "warm"):
+        began = time.perf_counter()
+        for piece in engine.stream(prompt, max_new_tokens=NEW, ignore_eos=True):
+            if piece.token_ids:
+                found.setdefault(f"{name}_s", time.perf_counter() - began)
+        found[f"{name}_request_s"] = time.perf_counter() - began
+    return found
+
+
+def peer_steps(engine: Engine, contexts: list[int]) -> list[dict[str, Any]]:
+    """Decoding steps of transformers' `generate` at the same shapes; one that fails says why."""
+    from .peers import reason, transformers_model, transformers_step_ms, transformers_variants
+
+    model, found = None, []
+    for name, make in transformers_variants(engine).items():
+        for context in contexts:
+            _tell(f"{engine.state.slots} slot(s), context {context}: {name}")
+            entry: dict[str, Any] = {"system": name, "context": context}
+            try:
+                model = model or transformers_model(engine)
+                prompts = torch.tensor(random_prompts(engine, context), device=engine.target.device)
+                entry["ms"] = transformers_step_ms(model, prompts, PEER_TOKENS, **make())
+            except Exception as error:  # whatever another package raises must not end the run
+                entry["failed"] = reason(error)
+            found.append(entry)
+    return found
+
+
+def run_steps(arguments: argparse.Namespace, config: GenerateConfig) -> int:
+    """Time everything, print tables, write the record."""
+    plan = Plan.read(arguments, config)
+    device = torch.device(config.target.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # the clocks are those of the current device
+    record: dict[str, Any] = {"config": config.to_tables(), "random_weights": uses_random_weights(config), "runs": []}
+    for batch in plan.batches:
+        began = time.perf_counter()
+        engine = plan.engine(config, batch)
+        if not record["runs"]:
+            record |= {"machine": machine_line(engine), "mode": config.compile.resolved_mode(config.target.device)}
+            record |= {"kernels": engine.target.backend.name, "load_s": time.perf_counter() - began}
+            record["first_token"] = first_tokens(engine)
+            record["bandwidth"] = copy_bandwidth(device)
+            print(_head(record, engine))
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        bench = Bench(engine, plan.rows, record["bandwidth"], arguments.repeat or 7)
+        for context in plan.contexts:
+            run = {"batch": batch, "context": context} | bench.run(context)
+            run["peak_memory"] = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+            record["runs"].append(run)
+            print(_run_table(run))
+        if arguments.peers:
+            peers = peer_steps(engine, plan.contexts)
+            record.setdefault("peers", []).extend({"batch": batch} | entry for entry in peers)
+            print(_peer_table(batch, peers))
+        del engine, bench
+        forget()
+        gc.collect()
+    record["compiler"] = dataclasses.asdict(Counters.read())
+    print("\ncompiler: " + ", ".join(f"{name} {count}" for name, count in record["compiler"].items()))
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    return 0
+
+
+def _head(record: dict[str, Any], engine: Engine) -> str:
+    first = record["first_token"]
+    lines = [
+        f"{describe(engine)}, mode {record['mode']}, kernels {record['kernels']}",
+        record["machine"],
+        f"copy bandwidth {record['bandwidth'] / 1e9:.1f} GB/s, read and written",
+        f"loading {record['load_s']:.1f} s; first token of {first['prompt_tokens']} prompt tokens: cold "
+        f"{first['cold_s']:.2f} s, warm {first['warm_s']:.3f} s; {NEW} tokens: cold {first['cold_request_s']:.2f} s, "
+        f"warm {first['warm_request_s']:.3f} s",
+    ]
+    if record["random_weights"]:
+        lines.append("random weights: times are those of the shape, acceptance means nothing")
+    return "\n".join(lines)
+
+
+def _run_table(run: dict[str, Any]) -> str:
+    rows = [["part", "rows", "ms", "device ms", "MB", "of bandwidth", "first run, s"]]
+    for part in run["parts"]:
+        rows.append(
+            [
+                part["part"],
+                _cell(part["rows"], "{}"),
+                f"{part['ms']:.3f}",
+                _cell(part["device_ms"], "{:.3f}"),
+                "-" if part["bytes"] is None else f"{part['bytes'] / 1e6:.1f}",
+                _cell(part["fraction"], "{:.0%}"),
+                f"{part['first_run_s']:.1f}",
+            ]
+        )
+    memory = "-" if run["peak_memory"] is None else f"{run['peak_memory'] / 2**30:.1f} GiB"
+    return (
+        f"\nbatch {run['batch']}, context {run['context']}\n{table(rows)}\n"
+        f"host synchronisations in 10 rounds: {_cell(run['host_syncs_in_10_rounds'], '{}')}; recompiles "
+        f"while timing: {run['recompiles_while_timing']}; peak memory: {memory}"
+    )
+
+
+def _peer_table(batch: int, peers: list[dict[str, Any]]) -> str:
+    rows = [["peer", "context", "ms a step"]]
+    rows += [[p["system"], str(p["context"]), _cell(p.get("ms"), "{:.3f}")] for p in peers]
+    failed = "".join(f"\n{p['system']}, context {p['context']}: {p['failed']}" for p in peers if "failed" in p)
+    what = f"batch {batch}, {PEER_TOKENS} new tokens inside generate (a step is a token, or a round)"
+    return f"\n{what}\n{table(rows)}{failed}"
+
+
+def _cell(value: Any, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

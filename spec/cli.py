@@ -14,8 +14,7 @@ from typing import Any
 
 COMMANDS = {
     "generate": ("spec.generate", "complete prompts with speculative decoding"),
-    "bench": ("spec.bench", "time plain and speculative decoding, and public peers, in one run"),
-    "bench-steps": ("spec.bench_steps", "time one forward over given numbers of rows, at a model's shape"),
+    "bench": ("spec.bench", "time the parts of a round, or whole prompts, and public peers, in one run"),
     "check-lossless": ("spec.check_lossless", "compare tokens with plain decoding for drafters x trees"),
 }
 

@@ -21,22 +21,22 @@ import torch
 from torch import Tensor
 
 from modelkit.compile import Step, compile_step
-from modelkit.demo import DEMO_NAME, prepare_demo_model
 from modelkit.loading import load_model
 from modelkit.registry import unknown_name
 from modelkit.rows import Rows, chain, flatten
 from parallel import LAYOUTS
-from sampling import SAMPLERS, NodeContext
+from sampling import SAMPLERS, Acceptance, NodeContext
 
 from .config import GenerateConfig, load_config
 from .draft import DRAFTERS
 from .readback import Readback
 from .requests import Completion, Piece, Request, Settings, prepare
 from .running import Running
+from .sources import refuse_shape, target_source
 from .state import RoundState
 from .text import Prompt, load_tokenizer
 from .tree import TREES
-from .types import Tree
+from .types import Tree, Verified
 
 DEFAULT_MAX_MODEL_LEN = 8192
 
@@ -45,19 +45,28 @@ class Engine:
     """A target, a drafter, a tree policy and a sampler, with caches for a fixed number of slots.
 
     Build it with `Engine.from_config`. One thread at a time may use it.
+
+    Args:
+        config: the run.
+        progress: called with lines about what takes long.
+        random_weights: a target or drafter may be a shape (a config.json alone) and gets random weights then; for
+            timing, as its output means nothing.
     """
 
-    def __init__(self, config: GenerateConfig, progress: Any = None) -> None:
+    def __init__(self, config: GenerateConfig, progress: Any = None, *, random_weights: bool = False) -> None:
         self.config = config
+        if not random_weights:
+            refuse_shape("target", config.target.path)
+            refuse_shape("drafter", getattr(config.draft.config, "path", ""))
         if config.engine.threads is not None:
             torch.set_num_threads(config.engine.threads)
-        folder = target_folder(config.target.path, progress)
+        source = target_source(config.target.path, progress)
         layout = LAYOUTS.get(config.parallel.name)(config.parallel.config)  # type: ignore[call-arg]
         self.target = load_model(
-            folder, dtype=config.target.dtype, device=config.target.device, layout=layout,
-            kernels=config.compile.kernels,
+            source, dtype=config.target.dtype, device=config.target.device, layout=layout,
+            kernels=config.compile.kernels, random_seed=0 if source.is_file() else None,
         )  # fmt: skip
-        self.tokenizer = load_tokenizer(folder)
+        self.tokenizer = load_tokenizer(source)
         model_limit = self.target.config.max_position_embeddings
         self.capacity = config.engine.max_model_len or min(model_limit, DEFAULT_MAX_MODEL_LEN)
         if self.capacity > model_limit:
@@ -117,14 +126,26 @@ class Engine:
             bound: host-known upper bound of every committed length.
             plain: one row a slot and no drafter.
         """
-        state, drafter = self.state, self.drafter
-        tree = root_only(state.anchor) if plain else self.tree.build(drafter.propose(state, bound), state.anchor)
+        state = self.state
+        tree = root_only(state.anchor) if plain else self.tree.build(self.drafter.propose(state, bound), state.anchor)
+        verified = self.verify(tree, rows, bound, plain)
+        self.commit(verified, self.accept(verified))
+
+    def verify(self, tree: Tree, rows: int, bound: int, plain: bool = False) -> Verified:
+        """One forward of the target over the trees' rows; arguments as in `step`."""
         flat = self._flat_rows(tree, rows, bound)
-        output = self.target(flat, state.cache, () if plain else drafter.taps)
-        logits = self.target.head(output.hidden)
-        accepted = self.sampler.accept(logits, node_context(flat, state))
+        output = self.target(flat, self.state.cache, () if plain else self.drafter.taps)
+        return Verified(rows=flat, logits=self.target.head(output.hidden), taps=output.taps)
+
+    def accept(self, verified: Verified) -> Acceptance:
+        """What the sampler makes of the logits."""
+        return self.sampler.accept(verified.logits, node_context(verified.rows, self.state))
+
+    def commit(self, verified: Verified, accepted: Acceptance) -> None:
+        """Emit tokens, cut at stop ids and limits; keep the accepted rows' features and K/V."""
+        state = self.state
         count = state.emit(accepted)
-        state.remember(output.taps, accepted.path, count)
+        state.remember(verified.taps, accepted.path, count)
         self.target.backend.commit(state.cache, accepted.path, count)
 
     def _flat_rows(self, tree: Tree, rows: int, bound: int) -> Rows:
@@ -312,16 +333,6 @@ class Engine:
             self.state.retire(slot)
             warn_if_nothing_accepted(piece.completion, self.config.draft.name)
         yield live.index, piece
-
-
-def target_folder(path: str, progress: Any = None) -> Path:
-    """The folder of a target: a path, or the demo model's name, which is prepared if need be."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir() and path == DEMO_NAME:
-        return prepare_demo_model(progress)
-    if not folder.is_dir():
-        raise ValueError(f"target {path!r} is neither a folder nor '{DEMO_NAME}' (models are not downloaded)")
-    return folder
 
 
 def root_only(anchor: Tensor) -> Tree:

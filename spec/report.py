@@ -1,8 +1,10 @@
-"""Plain-text tables of results."""
+"""Plain-text tables of results, and what they were measured on."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
+from typing import Any
 
 from .stats import Stats
 
@@ -38,3 +40,27 @@ def summary(speculative: Stats, plain: Stats | None) -> str:
     if plain is not None and plain.tokens_per_second and speculative.tokens_per_second:
         text += f"\nspeed-up over plain decoding: {speculative.tokens_per_second / plain.tokens_per_second:.2f} x"
     return text
+
+
+def machine_line(engine: Any) -> str:
+    """What the figures were measured on."""
+    import torch
+    import transformers
+
+    device = engine.target.device
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return (
+        f"{where}, {torch.get_num_threads()} threads; torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, Python {platform.python_version()}"
+    )
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

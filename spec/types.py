@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from modelkit.rows import WORD, words
+from modelkit.rows import WORD, Rows, words
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,3 +78,18 @@ class Tree:
             ancestors = ancestors | ancestors.gather(1, jump[:, :, None].expand_as(ancestors))
             jump = jump.gather(1, jump)
         return cls(token=token, parent=parent, depth=depth, valid=valid, ancestors=ancestors)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What the target says about a round's rows.
+
+    Attributes:
+        rows: R rows, the trees' nodes laid out flat.
+        logits: [R, V] after each row.
+        taps: [R, K * H], features of the tapped layers; None when nothing is tapped.
+    """
+
+    rows: Rows
+    logits: Tensor
+    taps: Tensor | None

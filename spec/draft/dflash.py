@@ -15,9 +15,10 @@ from torch import Tensor
 
 from modelkit.functional import soft_cap
 from modelkit.layers import fuse_projections
-from modelkit.loading import build_on_meta, load_weights
+from modelkit.loading import build_on_meta, load_weights, random_weights
 from modelkit.model import Transformer
 
+from ..sources import shape_file
 from ..state import RoundState
 from ..types import Proposal
 from .base import DRAFTERS, BlockConfig
@@ -31,7 +32,10 @@ class DFlashDrafter:
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Config(BlockConfig):
-        """`path` is the drafter's folder. A block smaller than the trained one is fine; a larger one is refused."""
+        """`path` is the drafter's folder. A block smaller than the trained one is fine; a larger one is refused.
+
+        A shape (see `spec/sources.py`) in place of the folder gets random weights; engines admit it for timing only.
+        """
 
         path: str = ""
 
@@ -41,17 +45,21 @@ class DFlashDrafter:
                 raise ValueError("path is missing: the folder of a DFlash drafter (config.json, model.safetensors)")
 
     def __init__(self, config: Config, *, target: Transformer, slots: int, capacity: int, candidates: int) -> None:
+        shape = shape_file(config.path)
         folder = Path(config.path).expanduser()
-        if not folder.is_dir():
+        if shape is None and not folder.is_dir():
             raise ValueError(f"drafter folder {folder} does not exist")
-        published = DFlashConfig.from_folder(folder)
+        published = DFlashConfig.from_file(shape or folder / "config.json")
         check_target(published, target, folder)
         self.block = config.resolved_block_size(published.block_size)
         if self.block > published.block_size:
             raise ValueError(f"block_size = {self.block}: {folder} was trained with {published.block_size}")
         model = build_on_meta(lambda: DFlashModel(published, target.config.hidden_size))
         assert isinstance(model, DFlashModel)
-        load_weights(model, folder, dtype=target.dtype, device=target.device)
+        if shape is None:
+            load_weights(model, folder, dtype=target.dtype, device=target.device)
+        else:
+            random_weights(model, dtype=target.dtype, device=target.device, seed=1)
         fuse_projections(model)
         model.prepare()
         model.backend = target.backend

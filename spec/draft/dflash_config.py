@@ -51,9 +51,9 @@ class DFlashConfig:
     final_logit_softcapping: float | None = None
 
     @classmethod
-    def from_folder(cls, folder: Path) -> DFlashConfig:
-        """Read a drafter folder's config.json."""
-        return cls.from_dict(read_json(folder / "config.json"), str(folder / "config.json"))
+    def from_file(cls, file: Path) -> DFlashConfig:
+        """Read a drafter's config.json."""
+        return cls.from_dict(read_json(file), str(file))
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], where: str) -> DFlashConfig:

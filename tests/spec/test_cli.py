@@ -159,15 +159,6 @@ def test_standard_input_and_help():
     assert "Traceback" not in empty.stderr
 
 
-def test_bench_steps(folder, tmp_path, capsys):
-    out = tmp_path / "steps.json"
-    arguments = ["--shape", str(folder / "config.json"), "--rows", "1,8", "--context", "64,128", "--device", "cpu"]
-    assert main(["bench-steps", *arguments, "--dtype", "float32", "--repeat", "1", "--json", str(out)]) == 0
-    assert [f["rows"] for f in json.loads(out.read_text())] == [1, 8]
-    assert "context 128, ms" in capsys.readouterr().out
-    assert main(["bench-steps", "--shape", "qwen3-9b"]) == 2 and "qwen3-8b" in capsys.readouterr().err
-
-
 def test_jsonl_with_a_line_separator_and_a_mark(folder, tmp_path, capsys):
     """U+2028 inside a string is JSON; a byte-order mark before the first line is a Windows habit."""
     file = tmp_path / "windows.JSONL"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from modelkit.compile import Counters
 from spec import Engine
+from spec.cli import main
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:not one token of drafter")]
 
@@ -73,3 +75,23 @@ def test_no_synchronisation_in_a_round(tiny_targets, tiny_drafters):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
+
+
+def test_bench_of_compiled_parts(tiny_targets, tiny_drafters, tmp_path, capsys):
+    """Real weights; the parts compile by themselves, nothing compiles again, no host in the rounds."""
+    out, before = tmp_path / "steps.json", Counters.read()
+    settings = {
+        "target.path": tiny_targets["qwen3"], "target.dtype": "float32", "target.device": "cuda", "tree.budget": 7,
+        "draft.name": "dflash", "draft.path": tiny_drafters["qwen3"], "engine.prefill_chunk": 32,
+    }  # fmt: skip
+    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    arguments = ["--steps", *sets, "--rows", "1", "--context", "8,24", "--repeat", "2", "--json", str(out)]
+    assert main(["bench", *arguments]) == 0
+    record = json.loads(out.read_text())
+    assert record["mode"] == "reduce-overhead" and record["bandwidth"] > 1e11
+    after = record["compiler"]
+    assert (after["skipped"], after["partitions"]) == (before.skipped, before.partitions)
+    assert after["non_static_inputs"] == before.non_static_inputs
+    for run in record["runs"]:
+        assert run["recompiles_while_timing"] == run["host_syncs_in_10_rounds"] == 0
+        assert all(0 < part["device_ms"] <= part["ms"] * 1.5 for part in run["parts"])

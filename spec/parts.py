@@ -1,0 +1,203 @@
+"""The parts of a round, each a step of its own over buffers of fixed shape: for timing, traces and debugging.
+
+Run one after another they are one round: they call what `Engine.step` calls. Only the values that `step` passes from
+one part to the next are kept in buffers here. Knows nothing of clocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modelkit.compile import Step
+from modelkit.rows import chain
+
+from .engine import Engine
+from .types import Tree
+
+
+class Held(nn.Module):
+    """A dataclass of tensors, kept at fixed addresses between two steps.
+
+    Args:
+        value: gives shapes and dtypes; fields that are no tensors are kept as they are, dataclasses inside too.
+    """
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.kind = type(value)
+        self.fixed: dict[str, Any] = {}
+        self.tensors: list[str] = []
+        self.inner: list[str] = []
+        for field in dataclasses.fields(value):
+            part = getattr(value, field.name)
+            if isinstance(part, Tensor):
+                buffer = torch.empty(part.shape, dtype=part.dtype, device=part.device)
+                self.register_buffer(field.name, buffer, persistent=False)
+                self.tensors.append(field.name)
+            elif dataclasses.is_dataclass(part):
+                self.add_module(field.name, Held(part))
+                self.inner.append(field.name)
+            else:
+                self.fixed[field.name] = part
+        self.put(value)
+
+    def put(self, value: Any) -> None:
+        """Copy a value of the same shapes in."""
+        for name in self.tensors:
+            getattr(self, name).copy_(getattr(value, name))
+        for name in self.inner:
+            getattr(self, name).put(getattr(value, name))
+
+    def get(self) -> Any:
+        """The value; its tensors are the buffers."""
+        held = {name: getattr(self, name) for name in self.tensors}
+        inner = {name: getattr(self, name).get() for name in self.inner}
+        return self.kind(**held, **inner, **self.fixed)
+
+
+class Parts:
+    """A drafted round of all slots, in parts.
+
+    Making one runs the round's parts but the commit once (for the shapes) and puts the state back.
+
+    Args:
+        engine: every slot must hold a request; see `occupy`.
+        bound: upper bound of every committed length; the parts are right as long as it is one.
+    """
+
+    def __init__(self, engine: Engine, bound: int) -> None:
+        self.engine, self.bound, self.rows = engine, bound, engine.state.slots * engine.nodes
+        saved = Saved(engine)
+        with torch.no_grad():
+            self.proposal = Held(engine.drafter.propose(engine.state, bound))
+            self.trees = Held(engine.tree.build(self.proposal.get(), engine.state.anchor))
+            self.verified = Held(engine.verify(self.trees.get(), self.rows, bound))
+            self.accepted = Held(engine.accept(self.verified.get()))
+        saved.restore()
+
+    @torch.no_grad()
+    def draft(self) -> None:
+        """Take in the features committed last, propose."""
+        self.proposal.put(self.engine.drafter.propose(self.engine.state, self.bound))
+
+    @torch.no_grad()
+    def tree(self) -> None:
+        """Build the trees of the last proposal."""
+        self.trees.put(self.engine.tree.build(self.proposal.get(), self.engine.state.anchor))
+
+    @torch.no_grad()
+    def verify(self) -> None:
+        """Lay the trees out as rows, one forward of the target, the head."""
+        self.verified.put(self.engine.verify(self.trees.get(), self.rows, self.bound))
+
+    @torch.no_grad()
+    def accept(self) -> None:
+        """Walk the trees with the logits."""
+        self.accepted.put(self.engine.accept(self.verified.get()))
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Emit, keep features and K/V: the only part that lengthens the context."""
+        self.engine.commit(self.verified.get(), self.accepted.get())
+
+    def in_order(self) -> dict[str, Step]:
+        """The parts by name; all of them are a round."""
+        return {name: getattr(self, name) for name in ("draft", "tree", "verify", "accept", "commit")}
+
+
+class Verify:
+    """A verification of given width: a chain of `rows` nodes a slot, whatever the tree policy makes.
+
+    Args:
+        engine: every slot must hold a request.
+        rows: nodes a slot, the root counted.
+        bound: see `Parts`.
+    """
+
+    def __init__(self, engine: Engine, rows: int, bound: int) -> None:
+        slots, device = engine.state.slots, engine.target.device
+        self.engine, self.rows, self.bound = engine, slots * rows, bound
+        node = torch.arange(rows, device=device).expand(slots, rows)
+        token = node % engine.target.config.vocab_size
+        self.trees = Held(
+            Tree.make(token=token, parent=node - 1, depth=node, valid=node >= 0, max_depth=rows - 1)
+        )  # fmt: skip
+        with torch.no_grad():
+            self.verified = Held(engine.verify(self.trees.get(), self.rows, bound))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """As `Parts.verify`."""
+        self.verified.put(self.engine.verify(self.trees.get(), self.rows, self.bound))
+
+
+class PrefillChunk(nn.Module):
+    """The target's forward over `prefill_chunk` rows of slot 0 behind its context; nothing is committed."""
+
+    def __init__(self, engine: Engine, bound: int) -> None:
+        super().__init__()
+        self.engine, self.bound, self.size = engine, bound, engine.config.engine.prefill_chunk
+        slots, device, config = engine.state.slots, engine.target.device, engine.target.config
+        token = (torch.arange(self.size, device=device) % config.vocab_size).repeat(slots, 1)
+        self.register_buffer("token", token, persistent=False)
+        count = torch.zeros(slots, dtype=torch.int64, device=device)
+        count[0] = self.size
+        self.register_buffer("count", count, persistent=False)
+        hidden = torch.zeros(self.size, config.hidden_size, dtype=engine.target.dtype, device=device)
+        self.register_buffer("hidden", hidden, persistent=False)
+
+    token: Tensor
+    count: Tensor
+    hidden: Tensor
+
+    @torch.no_grad()
+    def forward(self) -> None:
+        """All layers and the final norm, no head."""
+        engine = self.engine
+        rows = chain(token=self.token, start=engine.state.length, count=self.count, rows=self.size, bound=self.bound)
+        self.hidden.copy_(engine.target(rows, engine.state.cache, engine.drafter.taps).hidden)
+
+
+class Saved:
+    """An engine's round state as it was, to run a part again from the same place.
+
+    K/V behind the committed lengths are left as they are: nothing reads them.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        buffers = [*engine.state.buffers(recurse=False), engine.state.cache.length]
+        if (cache := getattr(engine.drafter, "cache", None)) is not None:
+            buffers.append(cache.length)
+        self._kept = [(buffer, buffer.clone()) for buffer in buffers]
+
+    def restore(self) -> None:
+        """Put them back, in place."""
+        for buffer, value in self._kept:
+            buffer.copy_(value)
+
+
+def occupy(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
+    """Put a request that never ends by itself into every slot, by the engine's own prefill.
+
+    Args:
+        engine: idle.
+        prompts: token ids, one a slot; each slot's committed length is its prompt's.
+
+    Raises:
+        ValueError: a prompt leaves no room in the context.
+    """
+    assert len(prompts) == engine.state.slots, "one prompt a slot"
+    settings = {"max_new_tokens": engine.capacity, "ignore_eos": True}
+    for slot, request in enumerate(engine._prepare(list(prompts), None, settings)):
+        engine.prefill(slot, request)
+
+
+def vacate(engine: Engine) -> None:
+    """Retire every slot."""
+    for slot in range(engine.state.slots):
+        engine.state.retire(slot)
