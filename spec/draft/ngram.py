@@ -104,7 +104,7 @@ class NgramDrafter:
         edge = torch.cat([torch.full_like(edge[:, :1], -torch.inf), edge], 1) if edge.shape[1] else edge
         return Proposal(ids=ids, score=score, edge=edge if edge.shape[1] else None)
 
-    def ingest(self, features: Tensor | None, count: Tensor) -> None:
+    def ingest(self, features: Tensor, count: Tensor) -> None:
         """Nothing to take: the tokens are in the round state."""
 
     def reset(self, slot: int) -> None:
