@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": ("spec.generate", "complete prompts with speculative decoding"),
     "bench": ("spec.bench", "time plain and speculative decoding, and public peers, in one run"),
     "bench-steps": ("spec.bench_steps", "time one forward over given numbers of rows, at a model's shape"),
+    "trace": ("spec.trace", "profile rounds: launched ahead or not, idle time, kernels; writes a Chrome trace"),
     "check-lossless": ("spec.check_lossless", "compare tokens with plain decoding for drafters x trees"),
 }
 
