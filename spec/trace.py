@@ -109,7 +109,7 @@ def trace(
     """
     cuda = engine.target.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=activities):  # what watches the device must be there before graphs are captured
+    with profile(activities=activities, acc_events=True):  # the watcher must be there before graphs are captured
         pass
     engine.warm_up([ids], plain=[plain], progress=progress)
     deepest = 1 if plain else engine.drafter.depth + 1
@@ -127,7 +127,7 @@ def trace(
             return [len(piece.token_ids) - 1 for piece in pieces]
 
         take(1 + warm_rounds)
-        with profile(activities=activities) as profiler:
+        with profile(activities=activities, acc_events=True) as profiler:
             accepted = take(rounds + 1)
             if cuda:
                 torch.cuda.synchronize()
