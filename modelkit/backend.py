@@ -61,6 +61,10 @@ class Reference:
         """Prepare attention; see `DensePlan.prepare`."""
         return DensePlan.prepare(rows, cache, window, group=group, dtype=dtype, ancestors=ancestors)
 
+    def reads_bound(self, width: int) -> bool:
+        """Whether attention of `width` rows a slot reads the cache up to `Rows.bound` rather than what is committed."""
+        return True
+
     def angles(self, inverse_frequencies: Tensor, scale: float, position: Tensor, dtype: torch.dtype) -> Angles:
         """Cosines and sines of the rows, in whatever form `attention_input` wants."""
         return rotary_angles(inverse_frequencies, scale, position, dtype)

@@ -43,7 +43,8 @@ class LayerView:
         pages = self.table[:slots, : -(-bound // page_size)]
 
         def gather(stored: Tensor) -> Tensor:
-            read = stored[pages].transpose(1, 2)  # [S, Hkv, pages, page_size, D]
+            # Cut first: where a page is a whole slot, most of it may not be wanted.
+            read = stored[:, :, :bound][pages].transpose(1, 2)  # [S, Hkv, pages, page_size, D]
             return read.reshape(slots, stored.shape[1], -1, stored.shape[3])[:, :, :bound]
 
         return gather(self.k), gather(self.v)
@@ -203,3 +204,37 @@ class KVCache(nn.Module):
         for layer in self.all_layers():
             layer.k[pages] = 0
             layer.v[pages] = 0
+
+
+class Lane(KVCache):
+    """One slot of a cache as a cache of one slot, whichever slot that is at the moment: what a prefill runs in.
+
+    Pages and scratch are those of the whole cache; commits lengthen the slot there as well.
+
+    Args:
+        whole: the cache; its block table is read anew by every `enter`.
+    """
+
+    def __init__(self, whole: KVCache) -> None:
+        nn.Module.__init__(self)
+        self.whole = whole
+        self.capacity, self.page_size, self.contiguous = whole.capacity, whole.page_size, False
+        self.layers = whole.layers
+        for name, buffer in (
+            ("table", whole.table[[0, -1]]), ("length", whole.length[[0, -1]]), ("committed", whole.committed),
+            ("addresses", whole.addresses), ("slot", torch.zeros_like(whole.length[:1])),
+        ):  # fmt: skip
+            self.register_buffer(name, buffer, persistent=False)
+
+    slot: Tensor
+
+    def enter(self, slot: int) -> None:
+        """Turn to a slot (host side)."""
+        self.slot.fill_(slot)
+        self.table[0].copy_(self.whole.table[slot])
+        self.length[0].copy_(self.whole.length[slot])
+
+    def advance(self, count: Tensor) -> None:
+        """Lengthen the slot, here and in the whole cache; `count` is int64 [1]."""
+        super().advance(count)
+        self.whole.length.index_add_(0, self.slot, count)

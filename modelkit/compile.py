@@ -7,10 +7,13 @@ captured whole in one CUDA graph. Each gets a compile of its own; shapes are fix
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from .demo import cache_folder
 
 Step = Callable[[], None]
 MODES = ("none", "default", "reduce-overhead", "max-autotune")
@@ -27,6 +30,7 @@ def compile_step(step: Step, mode: str) -> Step:
         return step
     if mode not in MODES:
         raise ValueError(f"unknown compile mode '{mode}'; known: {', '.join(MODES)}")
+    keep_compiled_code()
     torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 64)
     _shorten_log()
     compiled: Step = torch.compile(step, mode=mode, fullgraph=True, dynamic=False)
@@ -47,6 +51,28 @@ def _shorten_log() -> None:
 def forget() -> None:
     """Drop everything compiled in this process, with the memory that captured graphs hold."""
     torch._dynamo.reset()
+
+
+def keep_compiled_code() -> None:
+    """Have PyTorch and Triton keep compiled code beside flashtree's other files, unless the user has said where.
+
+    PyTorch's own default is the folder of temporary files, which a restart or a clean-up empties.
+    """
+    # Graphs with our operators are cacheable as they are: AOTAutograd's cache takes every operator of `torch.library`,
+    # inductor's refuses only higher-order ones that do not say `cacheable()`. Both key on an operator's name alone.
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # Importing torch._dynamo is enough for the variable to be set, to that default.
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") not in (None, default_cache_dir()):
+        return
+    folder = cache_folder() / "compiled"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return  # a home that cannot be written: PyTorch's default will do
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    # Else inductor points Triton below its own folder at some moment, and kernels would end up in two places.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,17 +50,21 @@ _LAYER_NAMES = {
 _CONTROL_TOKEN = 3  # llama.cpp's token type of <|im_start|> and its like
 
 
-def demo_path() -> Path:
-    """Return where the demo model lives, whether or not it is there yet.
+def cache_folder() -> Path:
+    """Return the folder of what flashtree keeps between runs, whether or not it is there yet.
 
     Returns:
-        `smollm2-135m-instruct` in `$FLASHTREE_CACHE`, else in `$XDG_CACHE_HOME/flashtree`, else in
-        `~/.cache/flashtree`.
+        `$FLASHTREE_CACHE`, else `$XDG_CACHE_HOME/flashtree`, else `~/.cache/flashtree`.
     """
     if cache := os.environ.get("FLASHTREE_CACHE"):
-        return Path(cache).expanduser() / DEMO_NAME
+        return Path(cache).expanduser()
     xdg = os.environ.get("XDG_CACHE_HOME")
-    return (Path(xdg) if xdg else Path.home() / ".cache") / "flashtree" / DEMO_NAME
+    return (Path(xdg) if xdg else Path.home() / ".cache") / "flashtree"
+
+
+def demo_path() -> Path:
+    """Return where the demo model lives, whether or not it is there yet: `smollm2-135m-instruct` in `cache_folder`."""
+    return cache_folder() / DEMO_NAME
 
 
 def prepare_demo_model(progress: Callable[[str], None] | None = None) -> Path:

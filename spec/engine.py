@@ -13,7 +13,7 @@ import functools
 import time
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,13 @@ from torch import Tensor
 from modelkit.compile import Step, compile_step
 from modelkit.loading import load_model
 from modelkit.registry import unknown_name
-from modelkit.rows import Rows, chain, flatten
+from modelkit.rows import Rows, flatten
 from parallel import LAYOUTS
 from sampling import SAMPLERS, Acceptance, NodeContext
 
 from .config import GenerateConfig, load_config
 from .draft import DRAFTERS
+from .prefill import Prefill
 from .readback import Readback
 from .requests import Completion, Piece, Request, Settings, prepare
 from .running import Running
@@ -37,8 +38,11 @@ from .state import RoundState
 from .text import Prompt, load_tokenizer
 from .tree import TREES
 from .types import Tree, Verified
+from .warm_up import slot_buckets, warm_up
 
 DEFAULT_MAX_MODEL_LEN = 8192
+ROUND = "flashtree round"  # what a profile calls the launch of a round
+BUSY = "the engine is still busy with a stream that was not finished; exhaust or close it first"
 
 
 class Engine:
@@ -93,6 +97,10 @@ class Engine:
             dtype=self.target.dtype,
         )  # fmt: skip
         self._mode = config.compile.resolved_mode(config.target.device)
+        self.prefiller = Prefill(
+            state=self.state, target=self.target, drafter=self.drafter, sampler=self.sampler,
+            chunk=config.engine.prefill_chunk, mode=self._mode,
+        )  # fmt: skip
         self._steps: dict[tuple[int, bool], Step] = {}
         self._readback = Readback(self.state)
         self._busy = False
@@ -159,27 +167,38 @@ class Engine:
     @torch.no_grad()
     def prefill(self, slot: int, request: Request, plain: bool = False) -> None:
         """Admit a request: run its prompt through the target in chunks and emit the first token."""
-        state, slots = self.state, self.state.slots
         prompt = torch.tensor(request.prompt_ids, device=self.target.device)
         limit = min(len(request.prompt_ids) + request.max_new_tokens, self.capacity)
-        state.admit(slot, prompt, limit, request.stop_ids)
+        self.state.admit(slot, prompt, limit, request.stop_ids)
         self.drafter.reset(slot)
-        one = torch.zeros(slots, dtype=torch.int64, device=prompt.device)
-        one[slot] = 1
-        for start in range(0, len(prompt), self.config.engine.prefill_chunk):
-            chunk = prompt[start : start + self.config.engine.prefill_chunk]
-            size = len(chunk)
-            rows = chain(
-                token=chunk.expand(slots, size), start=one * start, count=one * size, rows=size, bound=start
-            )  # fmt: skip
-            output = self.target(rows, state.cache, () if plain else self.drafter.taps)
-            every = rows.rectangle()
-            state.cache.commit(every, one * size)
-            if not plain:
-                features = None if output.taps is None else output.taps[every]
-                self.drafter.ingest(features, one * size)
-        logits = self.target.head(output.hidden[-1:])
-        state.emit(self.sampler.accept(logits, last_row(slot, prompt, state)))
+        self.prefiller.run(slot, prompt, plain)
+
+    def warm_up(
+        self,
+        prompts: Sequence[Prompt] | None = None,
+        *,
+        plain: Sequence[bool] = (False, True),
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """Compile, capture and replay the steps that serving will use, and leave every buffer as it was.
+
+        Without it each step is compiled when it is first needed, in the midst of a request. Eager engines have nothing
+        to warm up.
+
+        Args:
+            prompts: only what these need; None is whatever may come.
+            plain: kinds of decoding, without speculation (True) and with it (False).
+            progress: called with a line of text before each step.
+
+        Raises:
+            ValueError: a prompt is not usable, or a stream is still open.
+        """
+        if self._mode == "none":
+            return
+        if self._busy:
+            raise ValueError(BUSY)
+        lengths = None if prompts is None else [len(r.prompt_ids) for r in self._prepare(prompts, None, {})]
+        warm_up(self, lengths, plain, progress)
 
     def compiled_step(self, rows: int, plain: bool = False) -> Step:
         """The round for a row bucket as one callable without arguments; compiled on first use unless the mode is eager.
@@ -192,12 +211,15 @@ class Engine:
         return self._steps[key]
 
     def _launch(self, running: dict[int, Running], plain: bool) -> None:
-        rows = len(running) * (1 if plain else self.nodes)
-        if self._mode == "none":
-            behind = len(self._readback) * (self.state.depth + 1)
-            self.step(rows, min(max(r.committed for r in running.values()) + behind, self.capacity), plain)
-        else:
-            self.compiled_step(rows, plain)()
+        nodes = 1 if plain else self.nodes
+        with torch.profiler.record_function(ROUND):
+            if self._mode == "none":
+                behind = len(self._readback) * (self.state.depth + 1)
+                bound = min(max(r.committed for r in running.values()) + behind, self.capacity)
+                self.step(len(running) * nodes, bound, plain)
+            else:
+                active = next(size for size in slot_buckets(self.state.slots) if size >= len(running))
+                self.compiled_step(active * nodes, plain)()
 
     def generate(
         self,
@@ -247,7 +269,7 @@ class Engine:
 
     def stream(
         self, prompt: Prompt, settings: Settings | None = None, *, plain: bool = False, **changes: Any
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """Complete one prompt, piece by piece; the last piece carries the `Completion`. Arguments as in `generate`.
 
         Text is released only when later tokens cannot change it; nothing after a stop is ever shown. Closing the
@@ -281,14 +303,14 @@ class Engine:
                     bar.update(1)
                     yield index, piece.completion
 
-    def _pieces(self, requests: list[Request], plain: bool) -> Iterator[Piece]:
+    def _pieces(self, requests: list[Request], plain: bool) -> Generator[Piece, None, None]:
         with contextlib.closing(self._serve(requests, plain)) as served:
             for _, piece in served:
                 yield piece
 
     def _serve(self, requests: Sequence[Request], plain: bool) -> Generator[tuple[int, Piece], None, None]:
         if self._busy:
-            raise ValueError("the engine is still busy with a stream that was not finished; exhaust or close it first")
+            raise ValueError(BUSY)
         self._busy = True
         self._readback.clear()
         waiting = deque(enumerate(requests))
@@ -348,16 +370,6 @@ def node_context(rows: Rows, state: RoundState) -> NodeContext:
     return NodeContext(
         token=rows.token, parent=rows.parent, depth=depth, position=rows.position, slot=rows.slot, local=rows.local(),
         valid=rows.valid, ancestors=rows.ancestors, slots=state.slots, max_depth=state.depth,
-    )  # fmt: skip
-
-
-def last_row(slot: int, prompt: Tensor, state: RoundState) -> NodeContext:
-    """The prompt's last row as a tree of one root."""
-    zero = torch.zeros(1, dtype=torch.int64, device=prompt.device)
-    return NodeContext(
-        token=prompt[-1:], parent=zero - 1, depth=zero, position=zero + len(prompt) - 1, slot=zero + slot, local=zero,
-        valid=zero == 0, ancestors=torch.ones(1, 1, dtype=torch.int32, device=prompt.device), slots=state.slots,
-        max_depth=state.depth,
     )  # fmt: skip
 
 

@@ -63,6 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     if compare is None:
         compare = len(prompts) == 1 and not arguments.json
     compare = compare and not arguments.plain
+    kinds = [True] if arguments.plain else [False, True] if compare else [False]
+    engine.warm_up([p.prompt for p in prompts], plain=kinds, progress=lambda line: print(line, file=sys.stderr))
     if len(prompts) == 1 and not arguments.json:
         return _stream_one(engine, prompts[0].prompt, settings, arguments.plain, compare)
     return _batch(engine, prompts, settings, arguments, compare)

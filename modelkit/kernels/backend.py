@@ -24,6 +24,8 @@ from .tree_attention import choose_splits, tree_attention
 if TYPE_CHECKING:
     from ..layers import MLP, Attention, RMSNorm
 
+MAX_WIDTH = 160  # rows a slot that `tree_attention` is used for
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelPlan:
@@ -56,7 +58,7 @@ class TritonBackend(Reference):
         ancestors: Tensor | None = None,
     ) -> Plan:  # fmt: skip
         """Nothing to prepare but the split count; a forward without a cache (`score`) runs densely."""
-        if cache is None or rows.width > 160:  # a prefill chunk is bound by arithmetic, not by the context's bytes
+        if cache is None or self.reads_bound(rows.width):
             return super().plan(rows, cache, window, group=group, dtype=dtype, ancestors=ancestors)
         first = cache.layer(0)
         splits = choose_splits(
@@ -69,6 +71,10 @@ class TritonBackend(Reference):
             position=position, ancestors=bits, row_offset=row_offset, width=rows.width, window=window or 0,
             splits=splits,
         )  # fmt: skip
+
+    def reads_bound(self, width: int) -> bool:
+        """Wide chunks go through PyTorch's attention: their time is arithmetic, not the context's bytes."""
+        return width > MAX_WIDTH
 
     def angles(self, inverse_frequencies: Tensor, scale: float, position: Tensor, dtype: torch.dtype) -> Angles:
         """fp32 [R, D / 2], one cosine and sine a pair of dimensions."""

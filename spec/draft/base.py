@@ -42,17 +42,19 @@ class Drafter(Protocol):
         """
         ...
 
-    def ingest(self, features: Tensor | None, count: Tensor) -> None:
-        """Take the tapped features of rows just committed by prefill.
+    def ingest(self, features: Tensor, count: Tensor) -> None:
+        """Take the tapped features of prompt rows just committed; never called for a drafter that taps nothing.
+
+        The rows follow those of the last call, in the slot that `reset` named last. On the device and in fixed shapes.
 
         Args:
-            features: [S, P, K * H]; None when nothing is tapped.
-            count: int64 [S], how many of the P belong to each slot.
+            features: [1, P, K * H].
+            count: int64 [1], how many of the P are real; the others are padding.
         """
         ...
 
     def reset(self, slot: int) -> None:
-        """Forget one slot: a new request begins there."""
+        """Forget one slot: a new request begins there (host side)."""
         ...
 
 

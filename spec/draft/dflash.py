@@ -70,21 +70,21 @@ class DFlashDrafter:
         self.candidates = min(candidates, target.config.vocab_size)
         layers = published.model
         with target.device:
-            from modelkit.cache import KVCache
+            from modelkit.cache import KVCache, Lane
 
             self.cache = KVCache(
                 layers=layers.num_hidden_layers, heads=layers.num_key_value_heads, head_dim=layers.head_dim,
                 slots=slots, capacity=capacity, scratch=slots * self.block, dtype=target.dtype,
             )  # fmt: skip
+            self.lane = Lane(self.cache)
 
-    def ingest(self, features: Tensor | None, count: Tensor) -> None:
-        """Turn committed rows' features into context K/V."""
-        assert features is not None
-        self.model.ingest(features, count, self.cache)
+    def ingest(self, features: Tensor, count: Tensor) -> None:
+        """Turn a prompt's features into context K/V."""
+        self.model.ingest(features, count, self.lane)
 
     def propose(self, state: RoundState, bound: int) -> Proposal:
         """Catch up with the rows committed last, then one pass over the block."""
-        self.ingest(state.pending, state.pending_count)
+        self.model.ingest(state.pending, state.pending_count, self.cache)
         state.pending_count.zero_()
         logits = self.block_logits(state.anchor, state.length, bound)[:, 1:]
         ids, score = self.target.backend.top_candidates(logits, self.candidates)
@@ -109,6 +109,7 @@ class DFlashDrafter:
     def reset(self, slot: int) -> None:
         """Drop a slot's context."""
         self.cache.reset(slot)
+        self.lane.enter(slot)
 
 
 def check_target(published: DFlashConfig, target: Transformer, folder: Path) -> None:

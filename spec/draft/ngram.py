@@ -104,7 +104,7 @@ class NgramDrafter:
         unused = torch.full_like(same[:, :1], -torch.inf, dtype=score.dtype)
         return Proposal(ids=ids, score=score, edge=torch.cat([unused, edge], 1))
 
-    def ingest(self, features: Tensor | None, count: Tensor) -> None:
+    def ingest(self, features: Tensor, count: Tensor) -> None:
         """Nothing to take: the tokens are in the round state."""
 
     def reset(self, slot: int) -> None:

@@ -55,7 +55,7 @@ class SelfDrafter:
             scores.append(score)
         return Proposal(ids=torch.stack(ids, 1), score=torch.stack(scores, 1))
 
-    def ingest(self, features: Tensor | None, count: Tensor) -> None:
+    def ingest(self, features: Tensor, count: Tensor) -> None:
         """Nothing to take."""
 
     def reset(self, slot: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from modelkit.compile import Counters
 from spec import Engine
 from spec.cli import main
+from spec.trace import trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:not one token of drafter")]
 
@@ -95,3 +96,34 @@ def test_bench_of_compiled_parts(tiny_targets, tiny_drafters, tmp_path, capsys):
     for run in record["runs"]:
         assert run["recompiles_while_timing"] == run["host_syncs_in_10_rounds"] == 0
         assert all(0 < part["device_ms"] <= part["ms"] * 1.5 for part in run["parts"])
+
+
+def test_the_host_stays_ahead(tiny_targets, tiny_drafters, tmp_path):
+    """By the profiler: one graph a round, launched before the last kernel of the round before has ended."""
+    # The target run once a depth makes the device's part of a tiny model's round longer than the host's.
+    sizes = {"max_model_len": 256}
+    fast = engine(tiny_targets, tiny_drafters, "self", "chain", "reduce-overhead", "triton", **sizes)
+    found = trace(fast, prompts()[0], 20, tmp_path / "trace.json.gz", warm_rounds=3)
+    assert found.timeline is not None
+    assert set(found.timeline.launches) == {1}
+    assert found.timeline.ahead == found.timeline.rounds == 20
+    assert min(found.timeline.kernels) == max(found.timeline.kernels) > 0
+
+
+@pytest.mark.parametrize("draft", ["ngram", "dflash"])
+def test_after_a_warm_up_nothing_is_compiled(tiny_targets, tiny_drafters, draft):
+    """Chunks of two sizes, with kernels (64 rows) and with PyTorch's attention (200), in rounds of three slots."""
+    texts = [*prompts(), *(random.Random(n).choices(range(97), k=n) for n in (64, 199, 213))]
+    sizes = {"slots": 3, "max_model_len": 256, "prefill_chunk": 200}
+    build = lambda *how: engine(tiny_targets, tiny_drafters, draft, "best_first", *how, **sizes)  # noqa: E731
+    want = build("none", "reference").generate_plain(texts, max_new_tokens=30)
+    start = Counters.read()
+    fast = build("reduce-overhead", "triton")
+    fast.warm_up()
+    before = Counters.read()
+    for plain in (False, True):
+        got = fast.generate(texts, max_new_tokens=30, plain=plain)
+        assert [c.token_ids for c in got] == [c.token_ids for c in want]
+    assert Counters.read() == before
+    for name in ("recompiles", "skipped", "partitions", "non_static_inputs"):
+        assert getattr(before, name) == getattr(start, name), name
