@@ -34,7 +34,9 @@ def compile_step(step: Step, mode: str) -> Step:
     torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 64)
     _shorten_log()
     compiled: Step = torch.compile(step, mode=mode, fullgraph=True, dynamic=False)
-    return compiled
+    # Without gradients whoever calls: the mode is part of what a compiled step is checked for, so that a step that is
+    # warmed up in one mode and used in the other would be compiled again in the midst of a request.
+    return torch.no_grad()(compiled)
 
 
 def _shorten_log() -> None:
@@ -80,15 +82,13 @@ class Counters:
     """What the compiler did so far in this process.
 
     Attributes:
-        graphs: frames compiled.
-        recompiles: frames compiled again for other guards.
+        graphs: frames compiled, again for other guards included: it must not grow once all buckets are warm.
         skipped: graphs that ran without being captured.
         partitions: pieces a graph was split into beyond the first.
         non_static_inputs: inputs whose addresses a captured graph had to copy.
     """
 
     graphs: int
-    recompiles: int
     skipped: int
     partitions: int
     non_static_inputs: int
@@ -101,7 +101,6 @@ class Counters:
         inductor: Any = counters["inductor"]
         return cls(
             graphs=int(counters["stats"]["unique_graphs"]),
-            recompiles=sum(int(n) for n in counters["recompiles"].values()),
             skipped=int(inductor["cudagraph_skips"]),
             partitions=int(inductor["cudagraph_partitions"]),
             non_static_inputs=int(inductor["cudagraph_recorded_non_static_inputs"]),

@@ -1,11 +1,14 @@
-"""Where compiled code is kept."""
+"""Where compiled code is kept, and what compiled steps depend on (traced only: no C++ compiler and no GPU needed)."""
 
+import functools
 import os
 
 import pytest
 import torch
 
-from modelkit.compile import compile_step
+from modelkit.compile import Counters, compile_step
+
+own_compile = torch.compile  # noqa: TID251
 
 NAMES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
@@ -53,3 +56,22 @@ def test_a_folder_that_cannot_be_made_is_no_error(monkeypatch, tmp_path):
     (tmp_path / "kept").write_text("a file")
     compile_step(lambda: None, "default")
     assert folders() == (None, None)
+
+
+def test_gradient_mode_of_the_caller_does_not_matter(monkeypatch):
+    trace = functools.partial(own_compile, backend="eager", fullgraph=True, dynamic=False)
+    monkeypatch.setattr(torch, "compile", lambda step, **how: trace(step))
+    torch._dynamo.reset()
+    state = torch.zeros(3)
+    step = compile_step(lambda: state.add_(1), "default")
+    before = Counters.read().graphs
+    step()
+    with torch.no_grad():
+        step()
+    assert Counters.read().graphs == before + 1
+    assert state.tolist() == [2, 2, 2]
+
+
+def test_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="unknown compile mode 'fast'; known: none, default"):
+        compile_step(lambda: None, "fast")
