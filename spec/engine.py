@@ -26,10 +26,10 @@ from modelkit.loading import load_model
 from modelkit.registry import unknown_name
 from modelkit.rows import Rows, chain, flatten
 from parallel import LAYOUTS
-from sampling import SAMPLERS, NodeContext
+from sampling import SAMPLERS, NodeContext, SlotParams
 
 from .config import GenerateConfig, load_config
-from .draft import DRAFTERS
+from .draft import DRAFTERS, unperturbed
 from .readback import Readback
 from .requests import Completion, Piece, Request, Settings, prepare
 from .running import Running
@@ -77,12 +77,17 @@ class Engine:
         cache = self.target.new_cache(
             slots=slots, capacity=self.capacity, scratch=scratch, page_size=config.engine.page_size
         )
+        sampling = SlotParams(
+            slots=slots, vocab_size=self.target.config.vocab_size, device=self.target.device,
+            features=self.sampler.features,
+        )  # fmt: skip
         self.state = RoundState(
-            cache=cache, capacity=self.capacity, depth=self.drafter.depth, features=self.drafter.features,
-            dtype=self.target.dtype,
+            cache=cache, sampling=sampling, capacity=self.capacity, depth=self.drafter.depth,
+            features=self.drafter.features, dtype=self.target.dtype,
         )  # fmt: skip
         self._mode = config.compile.resolved_mode(config.target.device)
-        self._steps: dict[tuple[int, bool], Step] = {}
+        self._greedy = self.sampler.always_argmax(self.sampler.params())
+        self._steps: dict[tuple[int, bool, bool], Step] = {}
         self._readback = Readback(self.state)
         self._busy = False
 
@@ -107,23 +112,34 @@ class Engine:
         return self.nodes
 
     @torch.no_grad()
-    def step(self, rows: int, bound: int, plain: bool = False) -> None:
+    def step(self, rows: int, bound: int, plain: bool = False, greedy: bool | None = None) -> None:
         """One round of all active slots. No host decision: the same operations whatever the data.
 
         Args:
             rows: R, a host constant: (active slots) * N.
             bound: host-known upper bound of every committed length.
             plain: one row a slot and no drafter.
+            greedy: no active request wants more than the argmax of the logits; None: as the config's defaults are.
         """
         state, drafter = self.state, self.drafter
-        tree = root_only(state.anchor) if plain else self.tree.build(drafter.propose(state, bound), state.anchor)
+        greedy = self._greedy if greedy is None else greedy
+        if plain:
+            tree = root_only(state.anchor)
+        else:
+            proposal = drafter.propose(state, bound, unperturbed if greedy else self._perturb)
+            tree = self.tree.build(proposal, state.anchor)
         flat = self._flat_rows(tree, rows, bound)
         output = self.target(flat, state.cache, () if plain else drafter.taps)
         logits = self.target.head(output.hidden)
-        accepted = self.sampler.accept(logits, node_context(flat, state))
+        accepted = self.sampler.accept(logits, node_context(flat, state, greedy))
         count = state.emit(accepted)
         state.remember(output.taps, accepted.path, count)
         self.target.backend.commit(state.cache, accepted.path, count)
+
+    def _perturb(self, logits: Tensor, depth: int = 0) -> Tensor:
+        """The sampler's change of a drafter's logits [S, D, V] for the tokens from `depth` on behind the anchors."""
+        at = torch.arange(1, logits.shape[1] + 1, device=logits.device) + depth
+        return self.sampler.perturb(logits, self.state.length[:, None] + at, self.state.sampling)
 
     def _flat_rows(self, tree: Tree, rows: int, bound: int) -> Rows:
         state = self.state
@@ -139,7 +155,7 @@ class Engine:
         state, slots = self.state, self.state.slots
         prompt = torch.tensor(request.prompt_ids, device=self.target.device)
         limit = min(len(request.prompt_ids) + request.max_new_tokens, self.capacity)
-        state.admit(slot, prompt, limit, request.stop_ids)
+        state.admit(slot, prompt, limit, request.stop_ids, request.sampling)
         self.drafter.reset(slot)
         one = torch.zeros(slots, dtype=torch.int64, device=prompt.device)
         one[slot] = 1
@@ -156,25 +172,29 @@ class Engine:
                 features = None if output.taps is None else output.taps[every]
                 self.drafter.ingest(features, one * size)
         logits = self.target.head(output.hidden[-1:])
-        state.emit(self.sampler.accept(logits, last_row(slot, prompt, state)))
+        greedy = self.sampler.always_argmax(request.sampling)
+        state.emit(self.sampler.accept(logits, last_row(slot, prompt, state, greedy)))
 
-    def compiled_step(self, rows: int, plain: bool = False) -> Step:
+    def compiled_step(self, rows: int, plain: bool = False, greedy: bool | None = None) -> Step:
         """The round for a row bucket as one callable without arguments; compiled on first use unless the mode is eager.
 
-        It reads whatever context there is: its bound is the capacity.
+        It reads whatever context there is: its bound is the capacity. Arguments as in `step`.
         """
-        key = (rows, plain)
+        greedy = self._greedy if greedy is None else greedy
+        key = (rows, plain, greedy)
         if key not in self._steps:
-            self._steps[key] = compile_step(functools.partial(self.step, rows, self.capacity, plain), self._mode)
+            step = functools.partial(self.step, rows, self.capacity, plain, greedy)
+            self._steps[key] = compile_step(step, self._mode)
         return self._steps[key]
 
     def _launch(self, running: dict[int, Running], plain: bool) -> None:
         rows = len(running) * (1 if plain else self.nodes)
+        greedy = all(self.sampler.always_argmax(live.request.sampling) for live in running.values())
         if self._mode == "none":
             behind = len(self._readback) * (self.state.depth + 1)
-            self.step(rows, min(max(r.committed for r in running.values()) + behind, self.capacity), plain)
+            self.step(rows, min(max(r.committed for r in running.values()) + behind, self.capacity), plain, greedy)
         else:
-            self.compiled_step(rows, plain)()
+            self.compiled_step(rows, plain, greedy)()
 
     def generate(
         self,
@@ -242,13 +262,13 @@ class Engine:
             if name not in known:
                 raise unknown_name("setting", name, known)
         resolved = dataclasses.replace(settings or Settings(), **changes)
-        self.sampler.check(temperature=resolved.temperature)
         defaults = self.config.generate
         ignore_eos = defaults.ignore_eos if resolved.ignore_eos is None else resolved.ignore_eos
         return prepare(
             prompts, resolved, tokenizer=self.tokenizer, vocab_size=self.target.config.vocab_size,
             capacity=self.capacity, max_new_tokens=defaults.max_new_tokens,
             eos_ids=() if ignore_eos else self.target.config.eos_token_ids, max_stop_ids=self.state.max_stop_ids,
+            sampling=functools.partial(self.sampler.params, **resolved.sampling),
         )  # fmt: skip
 
     def _finished(self, requests: list[Request], plain: bool, progress: bool) -> Iterator[tuple[int, Completion]]:
@@ -328,22 +348,23 @@ def root_only(anchor: Tensor) -> Tree:
     return Tree(token=anchor[:, None], parent=-one, depth=one - 1, valid=one.bool(), visible=one.bool()[:, :, None])
 
 
-def node_context(rows: Rows, state: RoundState) -> NodeContext:
+def node_context(rows: Rows, state: RoundState, greedy: bool) -> NodeContext:
     """The rows as a sampling strategy sees them."""
     depth = rows.position - state.cache.length[rows.slot]
     return NodeContext(
         token=rows.token, parent=rows.parent, depth=depth, position=rows.position, slot=rows.slot, local=rows.local(),
-        valid=rows.valid, ancestors=rows.ancestors, slots=state.slots, max_depth=state.depth,
+        valid=rows.valid, ancestors=rows.ancestors, slots=state.slots, max_depth=state.depth, params=state.sampling,
+        greedy=greedy,
     )  # fmt: skip
 
 
-def last_row(slot: int, prompt: Tensor, state: RoundState) -> NodeContext:
+def last_row(slot: int, prompt: Tensor, state: RoundState, greedy: bool) -> NodeContext:
     """The prompt's last row as a tree of one root."""
     zero = torch.zeros(1, dtype=torch.int64, device=prompt.device)
     return NodeContext(
         token=prompt[-1:], parent=zero - 1, depth=zero, position=zero + len(prompt) - 1, slot=zero + slot, local=zero,
         valid=zero == 0, ancestors=torch.ones(1, 1, dtype=torch.int32, device=prompt.device), slots=state.slots,
-        max_depth=state.depth,
+        max_depth=state.depth, params=state.sampling, greedy=greedy,
     )  # fmt: skip
 
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import secrets
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from .cli import add_config_arguments
 from .cli import run as run_command
+
+# Options that are fields of `SamplingParams`; the config has the defaults.
+SAMPLING = {
+    "temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float,
+    "presence_penalty": float, "frequency_penalty": float, "seed": int,
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
     how = parser.add_argument_group("decoding")
     how.add_argument("--max-new-tokens", type=int, metavar="N")
-    how.add_argument("--temperature", type=float)
+    for name, kind in SAMPLING.items():
+        how.add_argument("--" + name.replace("_", "-"), type=kind, metavar="X")
     how.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
     how.add_argument("--ignore-eos", action="store_true", help="do not end at the model's end tokens")
     how.add_argument("--plain", action="store_true", help="decode without speculation")
@@ -55,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         prompts = as_chat(prompts)
     settings: dict[str, Any] = {
         "max_new_tokens": arguments.max_new_tokens,
-        "temperature": arguments.temperature,
+        **{name: getattr(arguments, name) for name in SAMPLING},
         "stop": arguments.stop,
         "ignore_eos": True if arguments.ignore_eos else None,
     }
@@ -63,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     if compare is None:
         compare = len(prompts) == 1 and not arguments.json
     compare = compare and not arguments.plain
+    if compare and arguments.seed is None and getattr(config.sampling.config, "seed", None) is None:
+        settings["seed"] = secrets.randbelow(2**31)  # the two runs are to draw the same tokens
     if len(prompts) == 1 and not arguments.json:
         return _stream_one(engine, prompts[0].prompt, settings, arguments.plain, compare)
     return _batch(engine, prompts, settings, arguments, compare)

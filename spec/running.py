@@ -6,8 +6,10 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING
 
+from sampling import FAULTS
+
 from .requests import Completion, FinishReason, Piece, Request
-from .state import RUNNING, STOPPED
+from .state import LENGTH, RUNNING, STOPPED
 from .stats import Stats
 from .text import TextStream
 
@@ -55,9 +57,15 @@ class Running:
 
         Args:
             tokens: as emitted by the device, cut at stop ids and limits there.
-            reason: RUNNING, STOPPED or LENGTH.
+            reason: RUNNING, STOPPED, LENGTH, or a fault.
             first: they come from the prefill and do not count as a round.
+
+        Raises:
+            RuntimeError: a fault; the message names the step and the place.
         """
+        if reason > LENGTH:
+            # The round after the one in flight may have been launched already, so the text is what is known by now.
+            raise RuntimeError(f"prompt {self.index}, after {self.emitted} tokens: {FAULTS[reason - LENGTH]}")
         self.emitted += len(tokens)
         before = len(self.text.ids)
         piece = self.text.push(tokens)

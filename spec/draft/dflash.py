@@ -20,7 +20,7 @@ from modelkit.model import Transformer
 
 from ..state import RoundState
 from ..types import Proposal
-from .base import DRAFTERS, BlockConfig
+from .base import DRAFTERS, BlockConfig, Perturb, unperturbed
 from .dflash_config import DFlashConfig
 from .dflash_model import DFlashModel, block_rows
 
@@ -74,11 +74,11 @@ class DFlashDrafter:
         assert features is not None
         self.model.ingest(features, count, self.cache)
 
-    def propose(self, state: RoundState, bound: int) -> Proposal:
+    def propose(self, state: RoundState, bound: int, perturb: Perturb = unperturbed) -> Proposal:
         """Catch up with the rows committed last, then one pass over the block."""
         self.ingest(state.pending, state.pending_count)
         state.pending_count.zero_()
-        logits = self.block_logits(state.anchor, state.length, bound)[:, 1:]
+        logits = perturb(self.block_logits(state.anchor, state.length, bound)[:, 1:])
         score, ids = logits.float().topk(self.candidates, -1)
         return Proposal(ids=ids, score=score - logits.float().logsumexp(-1, keepdim=True))
 
