@@ -199,7 +199,7 @@ class Engine:
     def generate(
         self,
         prompts: str | Sequence[Prompt],
-        settings: Settings | None = None,
+        settings: Settings | Sequence[Settings] | None = None,
         *,
         plain: bool = False,
         progress: bool = False,
@@ -209,7 +209,7 @@ class Engine:
 
         Args:
             prompts: a list of texts, of token-id lists, or of chat-message lists; one text alone is a list of one.
-            settings: see `Settings`.
+            settings: see `Settings`; a list has one for each prompt.
             plain: decode without speculation.
             progress: show a progress bar on standard error.
             **changes: fields of `Settings` by name: max_new_tokens=128, stop=["."], ...
@@ -224,7 +224,7 @@ class Engine:
         return [done[index] for index in range(len(done))]
 
     def generate_plain(
-        self, prompts: str | Sequence[Prompt], settings: Settings | None = None, **changes: Any
+        self, prompts: str | Sequence[Prompt], settings: Settings | Sequence[Settings] | None = None, **changes: Any
     ) -> list[Completion]:
         """`generate` without speculation: the baseline and the oracle."""
         return self.generate(prompts, settings, plain=True, **changes)
@@ -232,7 +232,7 @@ class Engine:
     def completions(
         self,
         prompts: str | Sequence[Prompt],
-        settings: Settings | None = None,
+        settings: Settings | Sequence[Settings] | None = None,
         *,
         plain: bool = False,
         progress: bool = False,
@@ -253,8 +253,13 @@ class Engine:
         return self._pieces(self._prepare([prompt], settings, changes), plain)
 
     def _prepare(
-        self, prompts: str | Sequence[Prompt], settings: Settings | None, changes: dict[str, Any]
+        self, prompts: str | Sequence[Prompt], settings: Settings | Sequence[Settings] | None, changes: dict[str, Any]
     ) -> list[Request]:
+        if isinstance(settings, list | tuple):
+            if isinstance(prompts, str) or len(prompts) != len(settings):
+                raise ValueError(f"{len(settings)} settings: give as many as there are prompts")
+            pairs = zip(prompts, settings, strict=True)
+            return [request for prompt, one in pairs for request in self._prepare([prompt], one, changes)]
         if settings is not None and not isinstance(settings, Settings):
             raise ValueError(f"settings must be a Settings, got {settings!r}; give single ones by name")
         known = [field.name for field in dataclasses.fields(Settings)]

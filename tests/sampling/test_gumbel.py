@@ -107,9 +107,12 @@ def test_faults_of_the_path_only(name, here):
     params = slot_params([SamplingParams(temperature=1.0, seed=1)] * 3, vocab_size=4, features=sampler.features)
     logits = torch.full((6, 4), -50.0)
     logits[[0, 2, 4], 2] = 50.0  # every root chooses 2
-    logits[3], logits[5] = float("nan"), float("nan")
+    logits[1], logits[5] = float("nan"), float("nan")
     accepted = sampler.accept(logits, trees([[0, 2], [0, 2], [0, 1]], [-1, 0], params, start=[1, 1, 1]))
-    assert accepted.fault.tolist() == [0, NOT_FINITE, 0] and accepted.count.tolist() == [2, 2, 1]
+    assert accepted.fault.tolist() == [NOT_FINITE, 0, 0] and accepted.count.tolist() == [2, 2, 1]
+    logits[0] = float("nan")  # row 0 is nobody else's
+    accepted = sampler.accept(logits, trees([[0, 1], [0, 1], [0, 1]], [-1, 0], params, start=[1, 1, 1]))
+    assert accepted.fault.tolist() == [NOT_FINITE, 0, 0] and accepted.count.tolist() == [1, 1, 1]
     nothing_left = build(name, processors=[f"{here}:nothing"])
     assert nothing_left.accept(logits[:3], roots(params)).fault.tolist() == [ALL_BANNED] * 3
 

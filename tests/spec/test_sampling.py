@@ -13,6 +13,7 @@ from sampling.noise import gumbel_noise
 from sampling.reference import law
 from spec import Engine
 from spec.draft import DRAFTERS
+from spec.requests import Settings
 from spec.tree import TREES
 
 # Strategies whose seeded output does not depend on what drafts, by the stream of their noise.
@@ -83,6 +84,22 @@ def test_tokens_of_the_oracle(oracle, tree, name, tiny_targets, tiny_drafters):
         assert [out.token_ids for out in outs] == expected, draft
     plain = engine.generate_plain(PROMPTS, max_new_tokens=16, seed=7, **settings)
     assert [out.token_ids for out in plain] == expected
+
+
+@pytest.mark.parametrize("draft", DRAFTERS.names())
+def test_requests_of_one_batch_differ(oracle, draft, tiny_targets, tiny_drafters):
+    """Settings of every kind side by side, greedy ones among them, each with its own seed."""
+    filters = {"filters": ["top_k", "top_p", "min_p", "penalties", "logit_bias"]}
+    engine = build(tiny_targets, tiny_drafters, draft, "best_first", filters)
+    kinds = [{}, *FILTERS.values(), {}, {"temperature": 1.0}]
+    expected = [oracle(PROMPTS[n % 4], 14 + n % 3, kind, 50 + n) for n, kind in enumerate(kinds)]
+    settings = [Settings(seed=50 + n, max_new_tokens=14 + n % 3, **kind) for n, kind in enumerate(kinds)]
+    prompts = [PROMPTS[n % 4] for n in range(len(kinds))]
+    assert [out.token_ids for out in engine.generate(prompts, settings)] == expected
+    with pytest.raises(ValueError, match="9 settings: give as many as there are prompts"):
+        engine.generate(prompts[:3], settings)
+    with pytest.raises(ValueError, match="settings must be a Settings, got 3"):
+        engine.generate(prompts[:1], [3])
 
 
 def test_the_same_seed_whatever_else_runs(tiny_targets, tiny_drafters):
