@@ -17,6 +17,7 @@ COMMANDS = {
     "bench": ("spec.bench", "time plain and speculative decoding, and public peers, in one run"),
     "bench-steps": ("spec.bench_steps", "time one forward over given numbers of rows, at a model's shape"),
     "check-lossless": ("spec.check_lossless", "compare tokens with plain decoding for drafters x trees"),
+    "check-sampler": ("spec.check_sampler", "test a sampling strategy's joint law against the target's"),
 }
 
 
