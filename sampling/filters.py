@@ -10,7 +10,7 @@ In this order, each step on the result of the one before (vLLM's order):
 
 Penalties see each row's own text: the prompt, what was emitted, and the row's ancestors in its tree. Min-p, top-k and
 top-p keep everything down to some probability, so each is a threshold and no row is ever sorted: scores are compared by
-their bits, which order like the numbers, and the smallest threshold with enough tokens (or mass) is found bit by bit.
+their bits, which order like the numbers, and the smallest threshold with enough tokens (or mass) is digit by digit.
 Mass is counted in integers, so that the order of summation cannot matter. Tokens that tie with the last one kept are
 kept too: what is kept depends on the row alone, never on the tree or on the batch.
 """
@@ -31,6 +31,8 @@ Processor = Callable[[Tensor, NodeContext], Tensor]
 # Bits of +inf in fp32: no token is farther from the best one.
 FARTHEST = 0x7F800000
 MASS_ONE = 2.0**40
+# Lowest bit and number of bits of each digit of such a number, from the top.
+DIGITS = ((20, 11), (10, 10), (0, 10))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,7 @@ def threshold(score: Tensor, far: Tensor, params: SlotParams, slot: Tensor) -> T
 
 
 def nearest(far: Tensor, mass: Tensor | None, needed: Tensor) -> Tensor:
-    """The smallest distance within which there is enough mass: 31 exact steps, no sort.
+    """The smallest distance within which there is enough mass: its bits from the top, a digit a pass, without a sort.
 
     Args:
         far: int32 [R, V], 0..FARTHEST.
@@ -139,9 +141,17 @@ def nearest(far: Tensor, mass: Tensor | None, needed: Tensor) -> Tensor:
         int32 [R].
     """
     found = torch.zeros_like(far[:, 0])
-    for bit in range(30, -1, -1):
-        tried = found + (1 << bit)
-        closer = far < tried[:, None]
-        within = closer.sum(-1) if mass is None else torch.where(closer, mass, 0).sum(-1)
-        found = torch.where(within < needed, tried, found)
+    left = needed
+    for shift, bits in DIGITS:
+        size = 1 << bits
+        # Tokens whose higher digits are those found so far, counted by this digit.
+        near = (far >> (shift + bits)) == (found >> (shift + bits))[:, None]
+        weight = near.to(torch.int64) if mass is None else torch.where(near, mass, 0)
+        digit = ((far >> shift) & (size - 1)).to(torch.int64)
+        count = torch.zeros(far.shape[0], size, dtype=torch.int64, device=far.device).scatter_add(1, digit, weight)
+        within = count.cumsum(-1)
+        first = (within < left[:, None]).sum(-1, keepdim=True).clamp(max=size - 1)
+        before = torch.where(first > 0, within.gather(1, (first - 1).clamp(min=0)), 0)[:, 0]
+        left = left - before
+        found = found | (first[:, 0] << shift).to(torch.int32)
     return found

@@ -27,8 +27,8 @@ class SamplingConfig:
     """Defaults of requests, and what an engine is built with. Base of the sampling strategies' configs.
 
     Attributes:
-        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed: defaults of a
-            request; see `SamplingParams`.
+        temperature, top_k, top_p, min_p, seed: defaults of a request; see `SamplingParams`.
+        repetition_penalty, presence_penalty, frequency_penalty: the same.
         filters: what requests may use: any of top_k, top_p, min_p, penalties, logit_bias (banned token ids included).
             What is not listed costs nothing. None is top_k, top_p, min_p and whatever the defaults above need.
         processors: "module:name" of callables `(logits [R, V], NodeContext) -> logits` that run on the device in every

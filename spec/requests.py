@@ -22,8 +22,10 @@ class Settings:
 
     Attributes:
         max_new_tokens: most tokens a completion; the context limit may end it sooner.
-        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias,
-            banned_token_ids, seed: see `SamplingParams`. Each prompt of a call gets this seed.
+        temperature, top_k, top_p, min_p: see `SamplingParams`, as for the next two lines.
+        repetition_penalty, presence_penalty, frequency_penalty: of tokens that are there already.
+        logit_bias, banned_token_ids: by token id.
+        seed: makes sampled output repeatable; each prompt of a call gets it.
         stop: strings that end a completion and do not belong to it.
         stop_token_ids: ids that end it besides the model's own end tokens, and belong to it.
         ignore_eos: do not end at the model's end tokens.

@@ -114,7 +114,7 @@ def test_faults_of_the_path_only(name, here):
     accepted = sampler.accept(logits, trees([[0, 1], [0, 1], [0, 1]], [-1, 0], params, start=[1, 1, 1]))
     assert accepted.fault.tolist() == [NOT_FINITE, 0, 0] and accepted.count.tolist() == [1, 1, 1]
     nothing_left = build(name, processors=[f"{here}:nothing"])
-    assert nothing_left.accept(logits[:3], roots(params)).fault.tolist() == [ALL_BANNED] * 3
+    assert nothing_left.accept(logits[2:5], roots(params)).fault.tolist() == [ALL_BANNED] * 3
 
 
 @pytest.mark.parametrize("name", NAMES)
