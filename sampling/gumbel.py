@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .base import SAMPLERS, Acceptance, NodeContext, walk, with_fault
-from .filters import Processor, filtered
+from .filters import Filtered, Processor, filtered
 from .greedy import accept_argmax
 from .noise import gumbel_noise
 from .params import FEATURES, MAX_SEED, SamplingParams, SlotParams
@@ -118,13 +118,18 @@ class Gumbel:
         """The noisy argmax of each row, then the walk."""
         if nodes.greedy:
             return accept_argmax(logits, nodes)
-        assert nodes.params is not None
+        rows = self.noisy(logits, nodes)
+        return with_fault(walk(rows.score.argmax(-1), nodes), rows.fault)
+
+    def noisy(self, logits: Tensor, nodes: NodeContext) -> Filtered:
+        """The filtered scores of each row [R, V] with the noise of the token after it."""
+        params = nodes.params
+        assert params is not None
         rows = filtered(logits, nodes, self.processors)
-        seed, sampled = nodes.params.seed[nodes.slot], nodes.params.temperature[nodes.slot] > 0
         # What follows the row at position p is the token at p + 1.
-        noise = gumbel_noise(seed, nodes.position + 1, logits.shape[-1], nodes.params.low_bits, self.stream)
-        target = (rows.score + torch.where(sampled[:, None], noise, 0.0)).argmax(-1)
-        return with_fault(walk(target, nodes), rows.fault)
+        seed, sampled = params.seed[nodes.slot], params.temperature[nodes.slot] > 0
+        noise = gumbel_noise(seed, nodes.position + 1, logits.shape[-1], params.low_bits, self.stream)
+        return Filtered(score=rows.score + torch.where(sampled[:, None], noise, 0.0), fault=rows.fault)
 
 
 def find_processor(path: str) -> Processor:

@@ -95,7 +95,7 @@ def _stream_one(engine: Any, prompt: Any, settings: dict[str, Any], plain: bool,
         return 0
     baseline = engine.generate_plain([prompt], **settings)[0]
     print(summary(completion.stats, baseline.stats))
-    print(f"tokens identical: {_compare(engine, prompt, completion, baseline)}")
+    print(f"tokens identical: {_compare(engine, prompt, completion, baseline, settings)}")
     return 0
 
 
@@ -112,7 +112,7 @@ def _batch(
         baselines = dict(engine.completions(texts, plain=True, progress=True, **settings))
     for index, done in engine.completions(texts, plain=arguments.plain, progress=True, **settings):
         everything.append(done.stats)
-        verdict = _compare(engine, texts[index], done, baselines[index]) if compare else None
+        verdict = _compare(engine, texts[index], done, baselines[index], settings) if compare else None
         if arguments.json:
             record: dict[str, Any] = {
                 "id": prompts[index].id,
@@ -137,12 +137,14 @@ def _batch(
     return 0
 
 
-def _compare(engine: Any, prompt: Any, a: Any, b: Any) -> Any:
+def _compare(engine: Any, prompt: Any, a: Any, b: Any, settings: dict[str, Any]) -> Any:
     from .compare import compare
     from .text import encode
 
     ids = encode(prompt, engine.tokenizer, engine.target.config.vocab_size)
-    return compare(engine.target, ids, a.token_ids, b.token_ids, engine.nodes)
+    given = {name: settings[name] for name in SAMPLING if settings[name] is not None}
+    params = engine.sampler.params(**given)
+    return compare(engine.target, ids, a.token_ids, b.token_ids, engine.nodes, engine.sampler, params)
 
 
 def describe(engine: Any, plain: bool = False) -> str:
