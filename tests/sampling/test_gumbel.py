@@ -144,6 +144,15 @@ def test_requests_change_the_config(name):
     assert len(seeds) == 20, "unseeded requests are to differ"
 
 
+def test_values_reach_the_device_exactly():
+    one = SamplingParams(temperature=1e300, top_k=2**62, top_p=0.9, min_p=0.05, seed=2**63 - 1)
+    params = slot_params([SamplingParams(), one], vocab_size=5, features=("top_k", "top_p", "min_p"))
+    assert params.seed.tolist() == [0, 2**63 - 1, 0] and params.top_p.tolist() == [1.0, 0.9, 1.0]
+    assert params.top_k.tolist() == [0, 2**62, 0] and bool(params.temperature.isfinite().all())
+    params.admit(1, SamplingParams(), torch.tensor([1]))
+    assert not params.top_k.any() and not params.min_p.any() and not params.temperature.any()
+
+
 def test_what_is_built_in():
     assert set(build("gumbel").features) == {"top_k", "top_p", "min_p"}
     assert set(build("gumbel", repetition_penalty=1.1).features) == {"top_k", "top_p", "min_p", "penalties"}
