@@ -41,7 +41,7 @@ class Filtered:
 
     Attributes:
         score: fp32 [R, V], log-probabilities up to a constant of the row, at the request's temperature; the best is 0,
-            what the filters removed is -inf. Where the temperature is 0: the differences to the best logit, unfiltered.
+            what the filters removed is -inf. A temperature of 0 counts as 1 here: no filter removes the best.
         fault: int64 [R], 0 or one of NOT_FINITE, ALL_BANNED, BAD_PROCESSOR; such a row's scores mean nothing.
     """
 
@@ -75,12 +75,11 @@ def filtered(logits: Tensor, nodes: NodeContext, processors: tuple[Processor, ..
     fault = torch.where((fault == 0) & worse, BAD_PROCESSOR if processors else NOT_FINITE, fault)
     fault = torch.where((fault == 0) & (best[:, 0] == -torch.inf), ALL_BANNED, fault)
     temperature = params.temperature[nodes.slot]
-    sampled = temperature > 0
-    score = (x - best) / torch.where(sampled, temperature, 1.0)[:, None]
+    score = (x - best) / torch.where(temperature > 0, temperature, 1.0)[:, None]
     if params.features.isdisjoint(("min_p", "top_k", "top_p")):
         return Filtered(score=score, fault=fault)
     far = score.abs().view(torch.int32)  # distance to the best, as bits
-    last = torch.where(sampled, threshold(score, far, params, nodes.slot), FARTHEST)
+    last = threshold(score, far, params, nodes.slot)
     return Filtered(score=score.masked_fill(far > last[:, None], -torch.inf), fault=fault)
 
 
