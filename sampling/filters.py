@@ -31,8 +31,7 @@ Processor = Callable[[Tensor, NodeContext], Tensor]
 # Bits of +inf in fp32: no token is farther from the best one.
 FARTHEST = 0x7F800000
 MASS_ONE = 2.0**40
-# Lowest bit and number of bits of each digit of such a number, from the top.
-DIGITS = ((20, 11), (10, 10), (0, 10))
+DISTANCE_BITS = 31
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,8 +140,11 @@ def nearest(far: Tensor, mass: Tensor | None, needed: Tensor) -> Tensor:
     """
     found = torch.zeros_like(far[:, 0])
     left = needed
-    for shift, bits in DIGITS:
-        size = 1 << bits
+    # At most as many counters a row as tokens: 3 digits of up to 11 bits, or more of fewer bits.
+    digit_bits = min(max(far.shape[1].bit_length() - 1, 1), 11)
+    for top in range(DISTANCE_BITS, 0, -digit_bits):
+        shift = max(top - digit_bits, 0)
+        bits, size = top - shift, 1 << (top - shift)
         # Tokens whose higher digits are those found so far, counted by this digit.
         near = (far >> (shift + bits)) == (found >> (shift + bits))[:, None]
         weight = near.to(torch.int64) if mass is None else torch.where(near, mass, 0)
