@@ -1,7 +1,10 @@
 """Sampling strategies: from the target's logits to the emitted tokens."""
 
-from . import greedy as _greedy  # registers the strategy
-from .base import SAMPLERS, Acceptance, NodeContext, Sampler, walk
+from . import greedy as _greedy  # each import registers a strategy
+from . import gumbel as _gumbel
+from . import token_match as _token_match
+from .base import FAULTS, SAMPLERS, Acceptance, NodeContext, Sampler, walk
+from .params import SamplingParams, SlotParams
 
-__all__ = ["SAMPLERS", "Acceptance", "NodeContext", "Sampler", "walk"]
-del _greedy
+__all__ = ["FAULTS", "SAMPLERS", "Acceptance", "NodeContext", "Sampler", "SamplingParams", "SlotParams", "walk"]
+del _greedy, _gumbel, _token_match

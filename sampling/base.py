@@ -14,6 +14,8 @@ from torch import Tensor
 
 from modelkit.registry import Registry
 
+from .params import SamplingParams, SlotParams
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NodeContext:
@@ -30,6 +32,8 @@ class NodeContext:
         ancestors: int32 [R, W], bit j: local row j of the slot is an ancestor or the row itself.
         slots: S.
         max_depth: L, a host constant.
+        params: the slots' sampling parameters; None where a strategy needs none.
+        greedy: host constant: no request of this forward wants anything but the argmax of the target's own logits.
     """
 
     token: Tensor
@@ -42,6 +46,8 @@ class NodeContext:
     ancestors: Tensor
     slots: int
     max_depth: int
+    params: SlotParams | None = None
+    greedy: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,11 +58,23 @@ class Acceptance:
         path: int64 [S, L + 1], row indices of the accepted path, root first; -1 past the end.
         token: int64 [S, L + 1], tokens emitted: accepted drafts, then the bonus; -1 past the end.
         count: int64 [S], tokens emitted (= rows on the path); 0 for idle slots.
+        fault: int64 [S], what made a row of the path useless, an index into FAULTS; 0 is nothing. None: not looked at.
     """
 
     path: Tensor
     token: Tensor
     count: Tensor
+    fault: Tensor | None = None
+
+
+# Why a request cannot go on, by the number that travels on the device.
+FAULTS = (
+    "nothing",
+    "step verify: the target's logits are NaN or infinite",
+    "step accept: every token is banned (by banned_token_ids or a processor)",
+    "step accept: a processor made logits that are NaN or infinite",
+)
+NOT_FINITE, ALL_BANNED, BAD_PROCESSOR = 1, 2, 3
 
 
 class Sampler(Protocol):
@@ -65,17 +83,37 @@ class Sampler(Protocol):
     Attributes:
         Config: its part of the config.
         lossless: whether outputs follow the target's law exactly.
+        features: what of `params.FEATURES` requests may use; each costs time in every round that samples.
     """
 
     Config: ClassVar[type[Any]]
     lossless: ClassVar[bool]
+    features: tuple[str, ...]
+
+    def params(self, **changes: Any) -> SamplingParams:
+        """A request's parameters: the config's, changed.
+
+        Raises:
+            ValueError: out of range, or nothing that this strategy can serve.
+        """
+        ...
+
+    def always_argmax(self, params: SamplingParams) -> bool:
+        """Whether a request with these parameters gets nothing but the argmax of the target's own logits."""
+        ...
+
+    def perturb(self, logits: Tensor, position: Tensor, params: SlotParams) -> Tensor:
+        """Change a drafter's logits before its candidates are taken, so that they resemble what will be accepted.
+
+        Args:
+            logits: [S, D, V].
+            position: int64 [S, D], absolute positions of the tokens proposed.
+            params: of the slots.
+        """
+        ...
 
     def accept(self, logits: Tensor, nodes: NodeContext) -> Acceptance:
         """Decide the tokens of a round from the target's logits [R, V]; on the device, in fixed shapes."""
-        ...
-
-    def check(self, *, temperature: float | None) -> None:
-        """Refuse, with a ValueError, a request's temperature that this strategy cannot serve; None is the config's."""
         ...
 
 
@@ -106,3 +144,14 @@ def walk(target: Tensor, nodes: NodeContext) -> Acceptance:
     path = torch.where(here, torch.arange(target.shape[0], device=device), -1).amax(-1)
     token = torch.where(path < 0, -1, target[path.clamp(min=0)])
     return Acceptance(path=path, token=token, count=(path >= 0).sum(-1))
+
+
+def with_fault(accepted: Acceptance, row_fault: Tensor) -> Acceptance:
+    """Add the faults of the rows on the path (the highest number, where there are several).
+
+    Args:
+        accepted: what the walk gave.
+        row_fault: int64 [R], indices into FAULTS. Rows off the path do not matter: nothing was taken from them.
+    """
+    fault = torch.where(accepted.path < 0, 0, row_fault[accepted.path.clamp(min=0)]).amax(-1)
+    return Acceptance(path=accepted.path, token=accepted.token, count=accepted.count, fault=fault)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from .base import SAMPLERS, Acceptance, NodeContext, walk
+from .base import NOT_FINITE, SAMPLERS, Acceptance, NodeContext, walk, with_fault
+from .params import SamplingParams, SlotParams
 
 
 @SAMPLERS.register("greedy")
@@ -15,6 +17,7 @@ class Greedy:
     """Emits exactly what plain greedy decoding emits; the tree only decides how many tokens a round yields."""
 
     lossless: ClassVar[bool] = True
+    features: tuple[str, ...] = ()
 
     @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
     class Config:
@@ -24,21 +27,41 @@ class Greedy:
 
         def __post_init__(self) -> None:
             """Refuse a temperature that greedy decoding would ignore."""
-            _check_temperature(self.temperature)
+            _check(SamplingParams(), self.temperature)
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
+    def params(self, **changes: Any) -> SamplingParams:
+        """Temperature 0 only, and nothing that changes the order of the logits."""
+        temperature = changes.pop("temperature", 0.0)
+        params = SamplingParams(**changes)
+        _check(params, temperature)
+        return params
+
+    def always_argmax(self, params: SamplingParams) -> bool:
+        """Always."""
+        return True
+
+    def perturb(self, logits: Tensor, position: Tensor, params: SlotParams) -> Tensor:
+        """Nothing to change."""
+        return logits
+
     def accept(self, logits: Tensor, nodes: NodeContext) -> Acceptance:
         """Argmax of each row (the lowest id of equals), then the walk."""
-        return walk(logits.argmax(-1), nodes)
-
-    def check(self, *, temperature: float | None) -> None:
-        """Only 0 is greedy."""
-        _check_temperature(temperature or 0.0)
+        return accept_argmax(logits, nodes)
 
 
-def _check_temperature(temperature: float) -> None:
+def accept_argmax(logits: Tensor, nodes: NodeContext) -> Acceptance:
+    """The walk along each row's argmax; a row whose best logit is not finite is a fault."""
+    target = logits.argmax(-1)  # a NaN counts as the greatest
+    best = logits.gather(1, target[:, None])[:, 0]
+    return with_fault(walk(target, nodes), torch.where(best.isfinite(), 0, NOT_FINITE))
+
+
+def _check(params: SamplingParams, temperature: float) -> None:
+    known = f"samplers: {', '.join(SAMPLERS.names())}"
     if temperature != 0.0:
-        known = ", ".join(SAMPLERS.names())
-        raise ValueError(f"temperature = {temperature}: sampler 'greedy' decodes at 0 only; samplers: {known}")
+        raise ValueError(f"temperature = {temperature}: sampler 'greedy' decodes at 0 only; {known}")
+    if not params.is_argmax:
+        raise ValueError(f"{', '.join(params.features)}: sampler 'greedy' takes the argmax of the logits only; {known}")

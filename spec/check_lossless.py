@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1")
     check_writable(arguments.json)
+    _check_repeatable(base, arguments.oracle)
     prompts = pick_prompts(arguments.prompts, arguments.limit)
     variants = _variants(base, arguments.drafts, arguments.trees)
     oracle: list[list[int]] | None = None
@@ -82,6 +83,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+def _check_repeatable(base: Any, oracle: str) -> None:
+    """Tokens can be compared if they are the argmax, or drawn with a seed; transformers draws with noise of its own."""
+    temperature = getattr(base.sampling.config, "temperature", 0.0)
+    if temperature and getattr(base.sampling.config, "seed", None) is None:
+        raise ValueError(f"temperature = {temperature} without a seed: add --set sampling.seed=1")
+    if temperature and oracle == "transformers":
+        raise ValueError(f"temperature = {temperature}: transformers draws other tokens; use --oracle plain")
+
+
 def _variants(base: Any, drafts: str, trees: str) -> list[tuple[str, Any]]:
     from .config import load_config
 
@@ -113,7 +123,10 @@ def _check(engine: Any, texts: list[list[int]], oracle: list[list[int]], most: i
 
     found = []
     for index, done in engine.completions(texts, max_new_tokens=most, progress=True):
-        outcome = compare(engine.target, texts[index], done.token_ids, oracle[index], engine.nodes)
+        params = engine.sampler.params()
+        outcome = compare(
+            engine.target, texts[index], done.token_ids, oracle[index], engine.nodes, engine.sampler, params
+        )
         found.append(
             {
                 "prompt": index,

@@ -17,6 +17,7 @@ COMMANDS = {
     "bench": ("spec.bench", "time the parts of a round, or whole prompts, and public peers, in one run"),
     "trace": ("spec.trace", "profile rounds: launched ahead or not, idle time, kernels; writes a Chrome trace"),
     "check-lossless": ("spec.check_lossless", "compare tokens with plain decoding for drafters x trees"),
+    "check-sampler": ("spec.check_sampler", "test a sampling strategy's joint law against the target's"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Are two outputs of greedy decoding the same, and if not, is it a bug or rounding?
+"""Are two outputs of one prompt (greedy, or of one seed) the same, and if not, is it a bug or rounding?
 
 fp32: they must be identical. Lower precisions: rows computed at another width round differently, so at the first
 difference the two tokens must be so close in both runs that the measured width noise explains the swap.
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from modelkit.model import Transformer
 from modelkit.rows import chain
+from sampling import NodeContext, Sampler, SamplingParams, SlotParams
+from sampling.gumbel import Gumbel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,8 +25,9 @@ class Comparison:
     Attributes:
         identical: token for token.
         first_difference: index of the first token that differs, None if identical.
-        gap: larger of the two tokens' logit gaps at that place in the two widths.
-        noise: largest logit difference between the two widths anywhere on this text.
+        gap: larger of the two tokens' gaps at that place in the two widths: of logits or, where tokens are sampled, of
+            the scores whose argmax they are. inf: a filter kept one of them in one width only.
+        noise: largest logit difference between the two widths anywhere on this text, in the gap's unit.
     """
 
     identical: bool
@@ -48,9 +51,10 @@ class Comparison:
 
 
 def compare(
-    model: Transformer, prompt_ids: Sequence[int], a: Sequence[int], b: Sequence[int], width: int
-) -> Comparison:
-    """Compare two greedy outputs of one prompt.
+    model: Transformer, prompt_ids: Sequence[int], a: Sequence[int], b: Sequence[int], width: int,
+    sampler: Sampler | None = None, params: SamplingParams | None = None,
+) -> Comparison:  # fmt: skip
+    """Compare two outputs of one prompt.
 
     Args:
         model: the target.
@@ -58,6 +62,8 @@ def compare(
         a: tokens emitted by one run.
         b: tokens emitted by the other.
         width: rows of the wider of the two runs; the other had 1.
+        sampler: what chose the tokens, where it was not the argmax.
+        params: of the request, its seed included.
     """
     if list(a) == list(b):
         return Comparison(identical=True)
@@ -68,8 +74,33 @@ def compare(
     text = list(prompt_ids) + list(b)
     narrow = teacher_forced(model, text, len(prompt_ids), 1)
     wide = teacher_forced(model, text, len(prompt_ids), width)
-    gap = max(float((logits[first, a[first]] - logits[first, b[first]]).abs()) for logits in (narrow, wide))
-    return Comparison(identical=False, first_difference=first, gap=gap, noise=float((narrow - wide).abs().max()))
+    noise = float((narrow - wide).abs().max())
+    rows = [logits[first] for logits in (narrow, wide)]
+    if isinstance(sampler, Gumbel) and params is not None and not sampler.always_argmax(params):
+        rows = [scores(sampler, params, prompt_ids, a[:first], row) for row in rows]
+        noise *= max(params.repetition_penalty, 1 / params.repetition_penalty) / (params.temperature or 1.0)
+    gaps = [float((row[a[first]] - row[b[first]]).abs()) for row in rows]
+    gap = max(x if x == x else float("inf") for x in gaps)  # -inf less -inf
+    return Comparison(identical=False, first_difference=first, gap=gap, noise=noise)
+
+
+def scores(
+    sampler: Gumbel, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], logits: Tensor
+) -> Tensor:
+    """What the sampler takes the argmax of after prompt and output, given the target's logits [V]; fp32 [V]."""
+    device = logits.device
+    slots = SlotParams(slots=1, vocab_size=len(logits), device=device, features=params.features)
+    slots.admit(0, params, torch.tensor(prompt, device=device))
+    if output:
+        slots.record(torch.tensor([output], device=device), torch.tensor([len(output)], device=device))
+    text = [*prompt, *output]
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    root = NodeContext(
+        token=zero + text[-1], parent=zero - 1, depth=zero, position=zero + len(text) - 1, slot=zero, local=zero,
+        valid=zero == 0, ancestors=torch.ones(1, 1, dtype=torch.int32, device=device), slots=1, max_depth=0,
+        params=slots,
+    )  # fmt: skip
+    return sampler.noisy(logits[None], root).score[0]
 
 
 @torch.no_grad()

@@ -108,7 +108,7 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "sampling": SAMPLERS,
     "parallel": LAYOUTS,
 }
-DEFAULTS = {"tree": "best_first", "sampling": "greedy", "parallel": "single"}
+DEFAULTS = {"tree": "best_first", "sampling": "gumbel", "parallel": "single"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

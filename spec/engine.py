@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,20 +24,21 @@ from modelkit.loading import load_model
 from modelkit.registry import unknown_name
 from modelkit.rows import Rows, flatten
 from parallel import LAYOUTS
-from sampling import SAMPLERS, Acceptance, NodeContext
+from sampling import SAMPLERS, Acceptance, SlotParams
 
 from .config import GenerateConfig, load_config
-from .draft import DRAFTERS
+from .draft import DRAFTERS, unperturbed
 from .prefill import Prefill
 from .readback import Readback
+from .report import progress_bar
 from .requests import Completion, Piece, Request, Settings, prepare
-from .running import Running
+from .running import Running, warn_if_nothing_accepted
 from .sources import refuse_shape, target_source
 from .state import RoundState
 from .text import Prompt, load_tokenizer
 from .tree import TREES
-from .types import Tree, Verified
-from .warm_up import slot_buckets, warm_up
+from .types import Proposal, Tree, Verified
+from .warm_up import greedy_kinds, size_for, warm_up
 
 DEFAULT_MAX_MODEL_LEN = 8192
 ROUND = "flashtree round"  # what a profile calls the launch of a round
@@ -92,16 +92,21 @@ class Engine:
         cache = self.target.new_cache(
             slots=slots, capacity=self.capacity, scratch=scratch, page_size=config.engine.page_size
         )
+        sampling = SlotParams(
+            slots=slots, vocab_size=self.target.config.vocab_size, device=self.target.device,
+            features=self.sampler.features,
+        )  # fmt: skip
         self.state = RoundState(
-            cache=cache, capacity=self.capacity, depth=self.drafter.depth, features=self.drafter.features,
-            dtype=self.target.dtype,
+            cache=cache, sampling=sampling, capacity=self.capacity, depth=self.drafter.depth,
+            features=self.drafter.features, dtype=self.target.dtype,
         )  # fmt: skip
         self._mode = config.compile.resolved_mode(config.target.device)
         self.prefiller = Prefill(
             state=self.state, target=self.target, drafter=self.drafter, sampler=self.sampler,
             chunk=config.engine.prefill_chunk, mode=self._mode,
         )  # fmt: skip
-        self._steps: dict[tuple[int, bool], Step] = {}
+        self.greedy = self.sampler.always_argmax(self.sampler.params())
+        self._steps: dict[tuple[int, bool, bool], Step] = {}
         self._readback = Readback(self.state)
         self._busy = False
 
@@ -126,18 +131,26 @@ class Engine:
         return self.nodes
 
     @torch.no_grad()
-    def step(self, rows: int, bound: int, plain: bool = False) -> None:
+    def step(self, rows: int, bound: int, plain: bool = False, greedy: bool | None = None) -> None:
         """One round of all active slots. No host decision: the same operations whatever the data.
 
         Args:
             rows: R, a host constant: (active slots) * N.
             bound: host-known upper bound of every committed length.
             plain: one row a slot and no drafter.
+            greedy: no active request wants more than the argmax of the logits; None: as the config's defaults are.
         """
-        state = self.state
-        tree = root_only(state.anchor) if plain else self.tree.build(self.drafter.propose(state, bound), state.anchor)
+        greedy = self.greedy if greedy is None else greedy
+        if plain:
+            tree = Tree.root_only(self.state.anchor)
+        else:
+            tree = self.tree.build(self.propose(bound, greedy), self.state.anchor)
         verified = self.verify(tree, rows, bound, plain)
-        self.commit(verified, self.accept(verified))
+        self.commit(verified, self.accept(verified, greedy))
+
+    def propose(self, bound: int, greedy: bool) -> Proposal:
+        """The drafter's candidates, chosen as the sampler is going to choose tokens; arguments as in `step`."""
+        return self.drafter.propose(self.state, bound, unperturbed if greedy else self._perturb)
 
     def verify(self, tree: Tree, rows: int, bound: int, plain: bool = False) -> Verified:
         """One forward of the target over the trees' rows; arguments as in `step`."""
@@ -145,9 +158,9 @@ class Engine:
         output = self.target(flat, self.state.cache, () if plain else self.drafter.taps)
         return Verified(rows=flat, logits=self.target.head(output.hidden), taps=output.taps)
 
-    def accept(self, verified: Verified) -> Acceptance:
-        """What the sampler makes of the logits."""
-        return self.sampler.accept(verified.logits, node_context(verified.rows, self.state))
+    def accept(self, verified: Verified, greedy: bool) -> Acceptance:
+        """What the sampler makes of the logits; arguments as in `step`."""
+        return self.sampler.accept(verified.logits, self.state.nodes(verified.rows, greedy))
 
     def commit(self, verified: Verified, accepted: Acceptance) -> None:
         """Emit tokens, cut at stop ids and limits; keep the accepted rows' features and K/V."""
@@ -155,6 +168,11 @@ class Engine:
         count = state.emit(accepted)
         state.remember(verified.taps, accepted.path, count)
         self.target.backend.commit(state.cache, accepted.path, count)
+
+    def _perturb(self, logits: Tensor, depth: int = 0) -> Tensor:
+        """The sampler's change of a drafter's logits [S, D, V] for the tokens from `depth` on behind the anchors."""
+        at = torch.arange(1, logits.shape[1] + 1, device=logits.device) + depth
+        return self.sampler.perturb(logits, self.state.length[:, None] + at, self.state.sampling)
 
     def _flat_rows(self, tree: Tree, rows: int, bound: int) -> Rows:
         state = self.state
@@ -169,9 +187,9 @@ class Engine:
         """Admit a request: run its prompt through the target in chunks and emit the first token."""
         prompt = torch.tensor(request.prompt_ids, device=self.target.device)
         limit = min(len(request.prompt_ids) + request.max_new_tokens, self.capacity)
-        self.state.admit(slot, prompt, limit, request.stop_ids)
+        self.state.admit(slot, prompt, limit, request.stop_ids, request.sampling)
         self.drafter.reset(slot)
-        self.prefiller.run(slot, prompt, plain)
+        self.prefiller.run(slot, prompt, plain, self.sampler.always_argmax(request.sampling))
 
     def warm_up(
         self,
@@ -179,6 +197,7 @@ class Engine:
         *,
         plain: Sequence[bool] = (False, True),
         progress: Callable[[str], None] | None = None,
+        **changes: Any,
     ) -> None:
         """Compile, capture and replay the steps that serving will use, and leave every buffer as it was.
 
@@ -189,42 +208,49 @@ class Engine:
             prompts: only what these need; None is whatever may come.
             plain: kinds of decoding, without speculation (True) and with it (False).
             progress: called with a line of text before each step.
+            **changes: fields of `Settings` that the prompts will come with.
 
         Raises:
-            ValueError: a prompt is not usable, or a stream is still open.
+            ValueError: a prompt or a setting is not usable, or a stream is still open.
         """
         if self._mode == "none":
             return
         if self._busy:
             raise ValueError(BUSY)
-        lengths = None if prompts is None else [len(r.prompt_ids) for r in self._prepare(prompts, None, {})]
-        warm_up(self, lengths, plain, progress)
+        lengths, kinds = None, greedy_kinds(self.sampler)
+        if prompts is not None:
+            requests = self._prepare(prompts, None, changes)
+            lengths = [len(request.prompt_ids) for request in requests]
+            kinds = {self.sampler.always_argmax(request.sampling) for request in requests}
+        warm_up(self, lengths, plain, kinds, progress)
 
-    def compiled_step(self, rows: int, plain: bool = False) -> Step:
+    def compiled_step(self, rows: int, plain: bool = False, greedy: bool | None = None) -> Step:
         """The round for a row bucket as one callable without arguments; compiled on first use unless the mode is eager.
 
-        It reads whatever context there is: its bound is the capacity.
+        It reads whatever context there is: its bound is the capacity. Arguments as in `step`.
         """
-        key = (rows, plain)
+        greedy = self.greedy if greedy is None else greedy
+        key = (rows, plain, greedy)
         if key not in self._steps:
-            self._steps[key] = compile_step(functools.partial(self.step, rows, self.capacity, plain), self._mode)
+            step = functools.partial(self.step, rows, self.capacity, plain, greedy)
+            self._steps[key] = compile_step(step, self._mode)
         return self._steps[key]
 
     def _launch(self, running: dict[int, Running], plain: bool) -> None:
         nodes = 1 if plain else self.nodes
+        greedy = all(self.sampler.always_argmax(live.request.sampling) for live in running.values())
         with torch.profiler.record_function(ROUND):
             if self._mode == "none":
                 behind = len(self._readback) * (self.state.depth + 1)
                 bound = min(max(r.committed for r in running.values()) + behind, self.capacity)
-                self.step(len(running) * nodes, bound, plain)
+                self.step(len(running) * nodes, bound, plain, greedy)
             else:
-                active = next(size for size in slot_buckets(self.state.slots) if size >= len(running))
-                self.compiled_step(active * nodes, plain)()
+                self.compiled_step(size_for(self.state.slots, len(running)) * nodes, plain, greedy)()
 
     def generate(
         self,
         prompts: str | Sequence[Prompt],
-        settings: Settings | None = None,
+        settings: Settings | Sequence[Settings] | None = None,
         *,
         plain: bool = False,
         progress: bool = False,
@@ -234,7 +260,7 @@ class Engine:
 
         Args:
             prompts: a list of texts, of token-id lists, or of chat-message lists; one text alone is a list of one.
-            settings: see `Settings`.
+            settings: see `Settings`; a list has one for each prompt.
             plain: decode without speculation.
             progress: show a progress bar on standard error.
             **changes: fields of `Settings` by name: max_new_tokens=128, stop=["."], ...
@@ -249,7 +275,7 @@ class Engine:
         return [done[index] for index in range(len(done))]
 
     def generate_plain(
-        self, prompts: str | Sequence[Prompt], settings: Settings | None = None, **changes: Any
+        self, prompts: str | Sequence[Prompt], settings: Settings | Sequence[Settings] | None = None, **changes: Any
     ) -> list[Completion]:
         """`generate` without speculation: the baseline and the oracle."""
         return self.generate(prompts, settings, plain=True, **changes)
@@ -257,7 +283,7 @@ class Engine:
     def completions(
         self,
         prompts: str | Sequence[Prompt],
-        settings: Settings | None = None,
+        settings: Settings | Sequence[Settings] | None = None,
         *,
         plain: bool = False,
         progress: bool = False,
@@ -278,8 +304,13 @@ class Engine:
         return self._pieces(self._prepare([prompt], settings, changes), plain)
 
     def _prepare(
-        self, prompts: str | Sequence[Prompt], settings: Settings | None, changes: dict[str, Any]
+        self, prompts: str | Sequence[Prompt], settings: Settings | Sequence[Settings] | None, changes: dict[str, Any]
     ) -> list[Request]:
+        if isinstance(settings, list | tuple):
+            if isinstance(prompts, str) or len(prompts) != len(settings):
+                raise ValueError(f"{len(settings)} settings: give as many as there are prompts")
+            pairs = zip(prompts, settings, strict=True)
+            return [request for prompt, one in pairs for request in self._prepare([prompt], one, changes)]
         if settings is not None and not isinstance(settings, Settings):
             raise ValueError(f"settings must be a Settings, got {settings!r}; give single ones by name")
         known = [field.name for field in dataclasses.fields(Settings)]
@@ -287,13 +318,13 @@ class Engine:
             if name not in known:
                 raise unknown_name("setting", name, known)
         resolved = dataclasses.replace(settings or Settings(), **changes)
-        self.sampler.check(temperature=resolved.temperature)
         defaults = self.config.generate
         ignore_eos = defaults.ignore_eos if resolved.ignore_eos is None else resolved.ignore_eos
         return prepare(
             prompts, resolved, tokenizer=self.tokenizer, vocab_size=self.target.config.vocab_size,
             capacity=self.capacity, max_new_tokens=defaults.max_new_tokens,
             eos_ids=() if ignore_eos else self.target.config.eos_token_ids, max_stop_ids=self.state.max_stop_ids,
+            sampling=functools.partial(self.sampler.params, **resolved.sampling),
         )  # fmt: skip
 
     def _finished(self, requests: list[Request], plain: bool, progress: bool) -> Iterator[tuple[int, Completion]]:
@@ -355,38 +386,3 @@ class Engine:
             self.state.retire(slot)
             warn_if_nothing_accepted(piece.completion, self.config.draft.name)
         yield live.index, piece
-
-
-def root_only(anchor: Tensor) -> Tree:
-    """Trees of the anchors alone: a plain step."""
-    one = torch.ones_like(anchor)[:, None]
-    own = one.int()[:, :, None]
-    return Tree(token=anchor[:, None], parent=-one, depth=one - 1, valid=one.bool(), ancestors=own)
-
-
-def node_context(rows: Rows, state: RoundState) -> NodeContext:
-    """The rows as a sampling strategy sees them."""
-    depth = rows.position - state.cache.length[rows.slot]
-    return NodeContext(
-        token=rows.token, parent=rows.parent, depth=depth, position=rows.position, slot=rows.slot, local=rows.local(),
-        valid=rows.valid, ancestors=rows.ancestors, slots=state.slots, max_depth=state.depth,
-    )  # fmt: skip
-
-
-def warn_if_nothing_accepted(completion: Completion, drafter: str) -> None:
-    """A drafter of which nothing is ever accepted is more likely miswired than merely bad."""
-    stats = completion.stats
-    if stats.num_spec_steps >= 20 and not stats.num_accepted_draft_tokens:
-        warnings.warn(
-            f"not one token of drafter '{drafter}' was accepted in {stats.num_spec_steps} rounds: the output is right, "
-            "but nothing is gained; does the drafter fit this target?",
-            stacklevel=3,
-        )
-
-
-def progress_bar(total: int, show: bool) -> contextlib.AbstractContextManager[Any]:
-    """A tqdm bar over completions on standard error."""
-    from tqdm import tqdm
-
-    bar: contextlib.AbstractContextManager[Any] = tqdm(total=total, disable=None if show else True, unit="prompt")
-    return bar

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import secrets
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from .cli import add_config_arguments
 from .cli import run as run_command
+
+# Options that are fields of `SamplingParams`; the config has the defaults.
+SAMPLING = {
+    "temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float,
+    "presence_penalty": float, "frequency_penalty": float, "seed": int,
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
     how = parser.add_argument_group("decoding")
     how.add_argument("--max-new-tokens", type=int, metavar="N")
-    how.add_argument("--temperature", type=float)
+    for name, kind in SAMPLING.items():
+        how.add_argument("--" + name.replace("_", "-"), type=kind, metavar="X")
     how.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
     how.add_argument("--ignore-eos", action="store_true", help="do not end at the model's end tokens")
     how.add_argument("--plain", action="store_true", help="decode without speculation")
@@ -55,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         prompts = as_chat(prompts)
     settings: dict[str, Any] = {
         "max_new_tokens": arguments.max_new_tokens,
-        "temperature": arguments.temperature,
+        **{name: getattr(arguments, name) for name in SAMPLING},
         "stop": arguments.stop,
         "ignore_eos": True if arguments.ignore_eos else None,
     }
@@ -63,8 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
     if compare is None:
         compare = len(prompts) == 1 and not arguments.json
     compare = compare and not arguments.plain
+    if compare and arguments.seed is None and getattr(config.sampling.config, "seed", None) is None:
+        settings["seed"] = secrets.randbelow(2**31)  # the two runs are to draw the same tokens
     kinds = [True] if arguments.plain else [False, True] if compare else [False]
-    engine.warm_up([p.prompt for p in prompts], plain=kinds, progress=lambda line: print(line, file=sys.stderr))
+    asked = [p.prompt for p in prompts]
+    engine.warm_up(asked, plain=kinds, progress=lambda line: print(line, file=sys.stderr), **settings)
     if len(prompts) == 1 and not arguments.json:
         return _stream_one(engine, prompts[0].prompt, settings, arguments.plain, compare)
     return _batch(engine, prompts, settings, arguments, compare)
@@ -87,7 +98,7 @@ def _stream_one(engine: Any, prompt: Any, settings: dict[str, Any], plain: bool,
         return 0
     baseline = engine.generate_plain([prompt], **settings)[0]
     print(summary(completion.stats, baseline.stats))
-    print(f"tokens identical: {_compare(engine, prompt, completion, baseline)}")
+    print(f"tokens identical: {_compare(engine, prompt, completion, baseline, settings)}")
     return 0
 
 
@@ -104,7 +115,7 @@ def _batch(
         baselines = dict(engine.completions(texts, plain=True, progress=True, **settings))
     for index, done in engine.completions(texts, plain=arguments.plain, progress=True, **settings):
         everything.append(done.stats)
-        verdict = _compare(engine, texts[index], done, baselines[index]) if compare else None
+        verdict = _compare(engine, texts[index], done, baselines[index], settings) if compare else None
         if arguments.json:
             record: dict[str, Any] = {
                 "id": prompts[index].id,
@@ -129,12 +140,14 @@ def _batch(
     return 0
 
 
-def _compare(engine: Any, prompt: Any, a: Any, b: Any) -> Any:
+def _compare(engine: Any, prompt: Any, a: Any, b: Any, settings: dict[str, Any]) -> Any:
     from .compare import compare
     from .text import encode
 
     ids = encode(prompt, engine.tokenizer, engine.target.config.vocab_size)
-    return compare(engine.target, ids, a.token_ids, b.token_ids, engine.nodes)
+    given = {name: settings[name] for name in SAMPLING if settings[name] is not None}
+    params = engine.sampler.params(**given)
+    return compare(engine.target, ids, a.token_ids, b.token_ids, engine.nodes, engine.sampler, params)
 
 
 def describe(engine: Any, plain: bool = False) -> str:

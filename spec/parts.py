@@ -74,16 +74,16 @@ class Parts:
         self.engine, self.bound, self.rows = engine, bound, engine.state.slots * engine.nodes
         saved = Saved(engine)
         with torch.no_grad():
-            self.proposal = Held(engine.drafter.propose(engine.state, bound))
+            self.proposal = Held(engine.propose(bound, engine.greedy))
             self.trees = Held(engine.tree.build(self.proposal.get(), engine.state.anchor))
             self.verified = Held(engine.verify(self.trees.get(), self.rows, bound))
-            self.accepted = Held(engine.accept(self.verified.get()))
+            self.accepted = Held(engine.accept(self.verified.get(), engine.greedy))
         saved.restore()
 
     @torch.no_grad()
     def draft(self) -> None:
         """Take in the features committed last, propose."""
-        self.proposal.put(self.engine.drafter.propose(self.engine.state, self.bound))
+        self.proposal.put(self.engine.propose(self.bound, self.engine.greedy))
 
     @torch.no_grad()
     def tree(self) -> None:
@@ -98,7 +98,7 @@ class Parts:
     @torch.no_grad()
     def accept(self) -> None:
         """Walk the trees with the logits."""
-        self.accepted.put(self.engine.accept(self.verified.get()))
+        self.accepted.put(self.engine.accept(self.verified.get(), self.engine.greedy))
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -170,7 +170,8 @@ class Saved:
     """
 
     def __init__(self, engine: Engine) -> None:
-        buffers = [*engine.state.buffers(recurse=False), engine.state.cache.length]
+        state = engine.state
+        buffers = [*state.buffers(recurse=False), *state.sampling.buffers(), state.cache.length]
         if (cache := getattr(engine.drafter, "cache", None)) is not None:
             buffers.append(cache.length)
         self._kept = [(buffer, buffer.clone()) for buffer in buffers]

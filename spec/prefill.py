@@ -61,7 +61,8 @@ class Prefill(nn.Module):
         self.sizes = sorted({min(SMALL_CHUNK, chunk), chunk})
         self.bounds = context_bounds(state.capacity)
         self.lane = Lane(state.cache)
-        self._steps: dict[tuple[Bucket, bool] | None, Step] = {}
+        self._steps: dict[tuple[Bucket, bool], Step] = {}
+        self._first_steps: dict[bool, Step] = {}
         whole = functools.partial(torch.zeros, dtype=torch.int64, device=target.device)
         self.register_buffer("token", whole(chunk), persistent=False)
         self.register_buffer("count", whole(1), persistent=False)
@@ -72,7 +73,7 @@ class Prefill(nn.Module):
     count: Tensor
     last: Tensor
 
-    def run(self, slot: int, prompt: Tensor, plain: bool) -> None:
+    def run(self, slot: int, prompt: Tensor, plain: bool, greedy: bool) -> None:
         """Put a whole prompt int64 [P] into an admitted slot and emit the first token (launches only, no waiting)."""
         self.lane.enter(slot)
         for start in range(0, len(prompt), self.chunk):
@@ -80,7 +81,7 @@ class Prefill(nn.Module):
             self.token[: len(piece)].copy_(piece)
             self.count.fill_(len(piece))
             self.chunk_step(self.bucket(start, len(piece)), plain)()
-        self.first_step()()
+        self.first_step(greedy)()
 
     def bucket(self, start: int, count: int) -> Bucket:
         """The bucket that runs `count` tokens behind `start` committed ones."""
@@ -110,11 +111,11 @@ class Prefill(nn.Module):
             self._steps[key] = compile_step(step, self._mode)
         return self._steps[key]
 
-    def first_step(self) -> Step:
+    def first_step(self, greedy: bool) -> Step:
         """The first token as a callable without arguments; compiled on first use."""
-        if None not in self._steps:
-            self._steps[None] = compile_step(self.first_token, self._mode)
-        return self._steps[None]
+        if greedy not in self._first_steps:
+            self._first_steps[greedy] = compile_step(functools.partial(self.first_token, greedy), self._mode)
+        return self._first_steps[greedy]
 
     @torch.no_grad()
     def forward_chunk(self, rows: int, bound: int, plain: bool) -> None:
@@ -136,16 +137,17 @@ class Prefill(nn.Module):
         self.last.copy_(output.hidden[(self.count - 1).clamp(min=0)])
 
     @torch.no_grad()
-    def first_token(self) -> None:
+    def first_token(self, greedy: bool) -> None:
         """Head and sampler on the prompt's last row, seen as a tree of one root.
 
         A step of its own: within the chunks it would be paid by every one of them, or double their graphs.
+        `greedy`: see `NodeContext`.
         """
         lane, zero = self.lane, torch.zeros_like(self.count)
         nodes = NodeContext(
             token=self.token[(self.count - 1).clamp(min=0)], parent=zero - 1, depth=zero, position=lane.length[:1] - 1,
             slot=lane.slot, local=zero, valid=zero == 0, ancestors=torch.ones_like(zero, dtype=torch.int32)[:, None],
-            slots=self.state.slots, max_depth=self.state.depth,
+            slots=self.state.slots, max_depth=self.state.depth, params=self.state.sampling, greedy=greedy,
         )  # fmt: skip
         self.state.emit(self.sampler.accept(self.target.head(self.last), nodes))
 

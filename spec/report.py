@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 from collections.abc import Sequence
 from typing import Any
@@ -64,3 +65,11 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def progress_bar(total: int, show: bool) -> contextlib.AbstractContextManager[Any]:
+    """A tqdm bar over completions on standard error."""
+    from tqdm import tqdm
+
+    bar: contextlib.AbstractContextManager[Any] = tqdm(total=total, disable=None if show else True, unit="prompt")
+    return bar

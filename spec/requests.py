@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from modelkit.registry import read_value, spell_type
+from sampling import SamplingParams
 
 from .stats import Stats
 from .text import Prompt, encode
@@ -21,9 +22,10 @@ class Settings:
 
     Attributes:
         max_new_tokens: most tokens a completion; the context limit may end it sooner.
-        temperature: 0 decodes greedily.
-        top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
-        seed: makes sampled output repeatable.
+        temperature, top_k, top_p, min_p: see `SamplingParams`, as for the next two lines.
+        repetition_penalty, presence_penalty, frequency_penalty: of tokens that are there already.
+        logit_bias, banned_token_ids: by token id.
+        seed: makes sampled output repeatable; each prompt of a call gets it.
         stop: strings that end a completion and do not belong to it.
         stop_token_ids: ids that end it besides the model's own end tokens, and belong to it.
         ignore_eos: do not end at the model's end tokens.
@@ -31,9 +33,14 @@ class Settings:
 
     max_new_tokens: int | None = None
     temperature: float | None = None
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    banned_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
     stop: str | list[Any] | tuple[Any, ...] | None = None
     stop_token_ids: list[Any] | tuple[Any, ...] | None = None
@@ -48,17 +55,16 @@ class Settings:
                 raise ValueError(f"{name} = {getattr(self, name)!r} is not a {spell_type(annotation)}") from None
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens = {self.max_new_tokens}: must be at least 1")
-        if self.temperature is not None and not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature = {self.temperature}: must be 0 (greedy) or a positive number")
-        if self.top_k < 0:
-            raise ValueError(f"top_k = {self.top_k}: must be 0 (off) or more")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p = {self.top_p}: must be in (0, 1]")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p = {self.min_p}: must be in [0, 1]")
+        SamplingParams(**self.sampling)
         for s in self.stop_strings:
             if not isinstance(s, str) or not s:
                 raise ValueError(f"stop string {s!r}: must be a string that is not empty")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that are given."""
+        names = (field.name for field in dataclasses.fields(SamplingParams))
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -75,12 +81,14 @@ class Request:
         max_new_tokens: most tokens to emit; what the engine's context leaves room for, if that is less.
         stop_ids: token ids that end the output (and belong to it).
         stop: strings that end the output (and do not belong to it).
+        sampling: how tokens are chosen.
     """
 
     prompt_ids: list[int]
     max_new_tokens: int
     stop_ids: list[int]
     stop: tuple[str, ...] = ()
+    sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +125,7 @@ class Piece:
 
 def prepare(
     prompts: str | Sequence[Prompt], settings: Settings, *, tokenizer: Any | None, vocab_size: int, capacity: int,
-    max_new_tokens: int, eos_ids: Sequence[int], max_stop_ids: int,
+    max_new_tokens: int, eos_ids: Sequence[int], max_stop_ids: int, sampling: Callable[[], SamplingParams],
 ) -> list[Request]:  # fmt: skip
     """Check prompts and settings and turn them into requests.
 
@@ -130,6 +138,7 @@ def prepare(
         max_new_tokens: where the settings leave it open.
         eos_ids: the model's end tokens, unless ignored.
         max_stop_ids: most ids a request may stop at.
+        sampling: makes each request's sampling parameters (a seed of its own, where the settings give none).
 
     Raises:
         ValueError: something is not usable; with several prompts the message says which.
@@ -146,6 +155,7 @@ def prepare(
             raise ValueError(f"stop token id {i!r} is not an integer in 0..{vocab_size - 1}")
     if len(stop_ids) > max_stop_ids:
         raise ValueError(f"{len(stop_ids)} stop ids; at most {max_stop_ids} are possible")
+    sampling().check_ids(vocab_size)
     several = [prompts] if isinstance(prompts, str) else prompts
     requests = []
     for number, prompt in enumerate(several):
@@ -164,6 +174,7 @@ def prepare(
                 max_new_tokens=settings.max_new_tokens or max_new_tokens,
                 stop_ids=stop_ids,
                 stop=settings.stop_strings,
+                sampling=sampling(),
             )
         )
     return requests

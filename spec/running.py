@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from typing import TYPE_CHECKING
 
+from sampling import FAULTS
+
 from .requests import Completion, FinishReason, Piece, Request
-from .state import RUNNING, STOPPED
+from .state import LENGTH, RUNNING, STOPPED
 from .stats import Stats
 from .text import TextStream
 
@@ -55,9 +58,15 @@ class Running:
 
         Args:
             tokens: as emitted by the device, cut at stop ids and limits there.
-            reason: RUNNING, STOPPED or LENGTH.
+            reason: RUNNING, STOPPED, LENGTH, or a fault.
             first: they come from the prefill and do not count as a round.
+
+        Raises:
+            RuntimeError: a fault; the message names the step and the place.
         """
+        if reason > LENGTH:
+            # The round after the one in flight may have been launched already, so the text is what is known by now.
+            raise RuntimeError(f"prompt {self.index}, after {self.emitted} tokens: {FAULTS[reason - LENGTH]}")
         self.emitted += len(tokens)
         before = len(self.text.ids)
         piece = self.text.push(tokens)
@@ -73,3 +82,14 @@ class Running:
         text = None if self.text.tokenizer is None else self.text.text
         completion = Completion(token_ids=list(self.text.ids), text=text, finish_reason=finish, stats=self.stats)
         return Piece(text=piece, token_ids=kept, completion=completion)
+
+
+def warn_if_nothing_accepted(completion: Completion, drafter: str) -> None:
+    """A drafter of which nothing is ever accepted is more likely miswired than merely bad."""
+    stats = completion.stats
+    if stats.num_spec_steps >= 20 and not stats.num_accepted_draft_tokens:
+        warnings.warn(
+            f"not one token of drafter '{drafter}' was accepted in {stats.num_spec_steps} rounds: the output is right, "
+            "but nothing is gained; does the drafter fit this target?",
+            stacklevel=3,
+        )

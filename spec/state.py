@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from modelkit.cache import KVCache
-from sampling import Acceptance
+from modelkit.rows import Rows
+from sampling import Acceptance, NodeContext, SamplingParams, SlotParams
 
 RING = 4
+# Reasons above LENGTH are LENGTH plus an index into sampling.FAULTS.
 RUNNING, STOPPED, LENGTH = 0, 1, 2
 
 
@@ -25,13 +27,14 @@ class RoundState(nn.Module):
         anchor: int64 [S], last emitted token, not yet through the target.
         limit: int64 [S], `total` may not pass it.
         stop_ids: int64 [S, M], -1 padded.
-        reason: int64 [S], RUNNING, STOPPED or LENGTH.
+        reason: int64 [S], RUNNING, STOPPED, LENGTH, or more: a fault.
         active: bool [S], a request is in the slot and it has not ended.
         pending, pending_count: features [S, L + 1, K * H] of the rows committed last, int64 [S].
         ring_token [RING, S, L + 1], ring_count [RING, S], round []: emitted tokens of the last rounds.
 
     Args:
         cache: the target's.
+        sampling: the slots' sampling parameters.
         capacity: positions a slot of that cache holds.
         depth: L.
         features: K * H, 0 for a drafter that taps nothing.
@@ -40,9 +43,11 @@ class RoundState(nn.Module):
     """
 
     def __init__(
-        self, *, cache: KVCache, capacity: int, depth: int, features: int, dtype: torch.dtype, max_stop_ids: int = 16
-    ) -> None:
+        self, *, cache: KVCache, sampling: SlotParams, capacity: int, depth: int, features: int, dtype: torch.dtype,
+        max_stop_ids: int = 16,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.sampling = sampling
         slots, device = cache.slots, cache.length.device
         self.cache, self.capacity, self.depth, self.max_stop_ids = cache, capacity, depth, max_stop_ids
 
@@ -86,7 +91,17 @@ class RoundState(nn.Module):
         """Committed positions of each slot, int64 [S]."""
         return self.cache.length[:-1]
 
-    def admit(self, slot: int, prompt: Tensor, limit: int, stop_ids: list[int]) -> None:
+    def nodes(self, rows: Rows, greedy: bool) -> NodeContext:
+        """Rows behind the committed lengths as a sampling strategy sees them; `greedy`: see `NodeContext`."""
+        return NodeContext(
+            token=rows.token, parent=rows.parent, depth=rows.position - self.cache.length[rows.slot],
+            position=rows.position, slot=rows.slot, local=rows.local(), valid=rows.valid, ancestors=rows.ancestors,
+            slots=self.slots, max_depth=self.depth, params=self.sampling, greedy=greedy,
+        )  # fmt: skip
+
+    def admit(
+        self, slot: int, prompt: Tensor, limit: int, stop_ids: list[int], sampling: SamplingParams | None = None
+    ) -> None:
         """Put a request into an idle slot (host side, between rounds).
 
         Args:
@@ -94,6 +109,7 @@ class RoundState(nn.Module):
             prompt: int64 [P], P <= capacity - 1.
             limit: most tokens, prompt included.
             stop_ids: at most M ids that end the request.
+            sampling: how to choose its tokens; None is greedy.
         """
         if len(stop_ids) > self.max_stop_ids:
             raise ValueError(f"{len(stop_ids)} stop ids; at most {self.max_stop_ids} are possible")
@@ -106,6 +122,7 @@ class RoundState(nn.Module):
             self.stop_ids[slot, : len(stop_ids)] = torch.tensor(stop_ids, device=self.total.device)
         self.reason[slot] = RUNNING
         self.pending_count[slot] = 0
+        self.sampling.admit(slot, sampling or SamplingParams(), prompt)
         self.active[slot] = True
 
     def retire(self, slot: int) -> None:
@@ -113,7 +130,7 @@ class RoundState(nn.Module):
         self.active[slot] = False
 
     def emit(self, accepted: Acceptance) -> Tensor:
-        """Take over a round's tokens, cut at stop ids and limits; ends slots that are done.
+        """Take over a round's tokens, cut at stop ids and limits; ends slots that are done, or whose logits failed.
 
         Args:
             accepted: what the sampler accepted.
@@ -124,7 +141,9 @@ class RoundState(nn.Module):
         token, width = accepted.token, accepted.token.shape[1]
         step = torch.arange(width, device=token.device)
         count = torch.minimum(accepted.count, (self.limit - self.total).clamp(min=0))
-        count = torch.where(self.active, count, 0)
+        fault = torch.zeros_like(count) if accepted.fault is None else accepted.fault
+        failed = self.active & (fault > 0)
+        count = torch.where(self.active & ~failed, count, 0)
         # Id by id, which fuses with what follows; one reduction over them all would be a kernel of its own.
         is_stop = torch.zeros_like(token, dtype=torch.bool)
         for number in range(self.max_stop_ids):
@@ -142,7 +161,9 @@ class RoundState(nn.Module):
         self.anchor.copy_(torch.where(count > 0, last, self.anchor))
         full = self.active & ~stopped & (self.total >= self.limit)
         self.reason.copy_(torch.where(stopped, STOPPED, torch.where(full, LENGTH, self.reason)))
-        self.active &= ~(stopped | full)
+        self.reason.copy_(torch.where(failed, LENGTH + fault, self.reason))
+        self.active &= ~(stopped | full | failed)
+        self.sampling.record(token, count)
         self._publish(torch.where(inside, token, -1), count)
         return count
 

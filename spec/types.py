@@ -57,6 +57,13 @@ class Tree:
     ancestors: Tensor
 
     @classmethod
+    def root_only(cls, anchor: Tensor) -> Tree:
+        """Trees of the anchors [S] alone: a plain step."""
+        one = torch.ones_like(anchor)[:, None]
+        own = one.int()[:, :, None]
+        return cls(token=anchor[:, None], parent=-one, depth=one - 1, valid=one.bool(), ancestors=own)
+
+    @classmethod
     def make(cls, *, token: Tensor, parent: Tensor, depth: Tensor, valid: Tensor, max_depth: int) -> Tree:
         """Complete a tree from its parents.
 

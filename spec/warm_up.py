@@ -7,12 +7,14 @@ The steps really run, on an engine whose slots are all idle, so they commit and 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from modelkit.compile import Step
+from sampling import Sampler
 
 from .state import RoundState
 
@@ -33,10 +35,25 @@ def slot_buckets(slots: int) -> list[int]:
     return [*(1 << i for i in range(slots.bit_length()) if 1 << i < slots), slots]
 
 
+def size_for(slots: int, active: int) -> int:
+    """The bucket that a round of `active` of `slots` slots runs in."""
+    return next(size for size in slot_buckets(slots) if size >= active)
+
+
+def greedy_kinds(sampler: Sampler) -> set[bool]:
+    """Kinds of sampling that requests of any temperature can ask for, see `NodeContext.greedy`."""
+    kinds = {sampler.always_argmax(sampler.params())}
+    for temperature in (0.0, 1.0):
+        with contextlib.suppress(ValueError):  # this strategy does not serve it
+            kinds.add(sampler.always_argmax(sampler.params(temperature=temperature)))
+    return kinds
+
+
 def warm_up(
     engine: Engine,
     lengths: Sequence[int] | None,
     plain: Sequence[bool],
+    greedy: set[bool],
     progress: Callable[[str], None] | None,
 ) -> None:
     """Run each step until it replays; see `Engine.warm_up`.
@@ -45,9 +62,10 @@ def warm_up(
         engine: not busy, and compiling.
         lengths: tokens of each prompt to come; None for any number of any length.
         plain: kinds of decoding.
+        greedy: kinds of sampling, see `NodeContext.greedy`.
         progress: called with a line before each step.
     """
-    steps = _steps(engine, lengths, plain)
+    steps = _steps(engine, lengths, plain, sorted(greedy))
     with untouched(engine.state):
         engine.prefiller.count.zero_()
         for number, (name, step) in enumerate(steps, 1):
@@ -59,7 +77,9 @@ def warm_up(
                 torch.cuda.synchronize()
 
 
-def _steps(engine: Engine, lengths: Sequence[int] | None, plain: Sequence[bool]) -> list[tuple[str, Step]]:
+def _steps(
+    engine: Engine, lengths: Sequence[int] | None, plain: Sequence[bool], greedy: Sequence[bool]
+) -> list[tuple[str, Step]]:
     """The steps by what they are called in progress lines; each once."""
     prefill, slots = engine.prefiller, engine.state.slots
     buckets = prefill.all_buckets() if lengths is None else set().union(*map(prefill.buckets, lengths))
@@ -67,26 +87,26 @@ def _steps(engine: Engine, lengths: Sequence[int] | None, plain: Sequence[bool])
     for kind in plain:
         for bucket in sorted(buckets):
             found[prefill.chunk_step(bucket, kind)] = f"prefill of {bucket.rows} rows behind {bucket.bound}"
-    found[prefill.first_step()] = "the first token"
+    for choice in greedy:
+        found[prefill.first_step(choice)] = f"the first token{'' if choice else ', sampled'}"
     most = slots if lengths is None else min(slots, len(lengths))
-    for kind in plain:
-        for active in slot_buckets(slots):
-            rows = active * (1 if kind else engine.nodes)
-            name = f"{'plain round' if kind else 'round'} of {rows} row{'s' if rows > 1 else ''}"
-            found[engine.compiled_step(rows, kind)] = name
-            if active >= most:
-                break
+    buckets_used = [size for size in slot_buckets(slots) if size < most] + [size_for(slots, most)]
+    for kind, choice, active in itertools.product(plain, greedy, buckets_used):
+        rows = active * (1 if kind else engine.nodes)
+        name = f"{'plain round' if kind else 'round'} of {rows} row{'s' if rows > 1 else ''}"
+        found[engine.compiled_step(rows, kind, choice)] = name + ("" if choice else ", sampled")
     return [(name, step) for step, name in found.items()]
 
 
 @contextlib.contextmanager
 def untouched(state: RoundState) -> Iterator[None]:
     """Put every buffer of the state back in place (compiled steps know their addresses), with all slots idle inside."""
-    saved = {name: buffer.clone() for name, buffer in state.named_buffers(recurse=False)}
+    buffers = [*state.buffers(recurse=False), *state.sampling.buffers()]
+    saved = [buffer.clone() for buffer in buffers]
     state.active.zero_()
     state.pending_count.zero_()
     try:
         yield
     finally:
-        for name, buffer in state.named_buffers(recurse=False):
-            buffer.copy_(saved[name])
+        for buffer, value in zip(buffers, saved, strict=True):
+            buffer.copy_(value)

@@ -15,6 +15,19 @@ from ..types import Proposal
 MAX_BLOCK = 257
 
 
+class Perturb(Protocol):
+    """See `sampling.base.Sampler.perturb`."""
+
+    def __call__(self, logits: Tensor, depth: int = 0) -> Tensor:
+        """Logits [S, D, V] for the tokens `depth + 1` and on behind the anchor."""
+        ...
+
+
+def unperturbed(logits: Tensor, depth: int = 0) -> Tensor:
+    """Logits as they are: what greedy decoding wants."""
+    return logits
+
+
 class Drafter(Protocol):
     """A strategy that proposes what follows each slot's anchor.
 
@@ -33,12 +46,14 @@ class Drafter(Protocol):
     depth: int
     rows: int
 
-    def propose(self, state: RoundState, bound: int) -> Proposal:
+    def propose(self, state: RoundState, bound: int, perturb: Perturb = unperturbed) -> Proposal:
         """Candidates for every slot, on the device and in fixed shapes.
 
         Args:
             state: anchors, tokens, committed lengths, and the features of the rows committed last.
             bound: host-known upper bound of every committed length.
+            perturb: the sampler's change of logits [S, D, V], D depths from the given one (0) on; call it before
+                candidates are taken and scored.
         """
         ...
 

@@ -21,7 +21,7 @@ from modelkit.model import Transformer
 from ..sources import shape_file
 from ..state import RoundState
 from ..types import Proposal
-from .base import DRAFTERS, BlockConfig
+from .base import DRAFTERS, BlockConfig, Perturb, unperturbed
 from .dflash_config import DFlashConfig
 from .dflash_model import DFlashModel, block_rows
 
@@ -82,11 +82,11 @@ class DFlashDrafter:
         """Turn a prompt's features into context K/V."""
         self.model.ingest(features, count, self.lane)
 
-    def propose(self, state: RoundState, bound: int) -> Proposal:
+    def propose(self, state: RoundState, bound: int, perturb: Perturb = unperturbed) -> Proposal:
         """Catch up with the rows committed last, then one pass over the block."""
         self.model.ingest(state.pending, state.pending_count, self.cache)
         state.pending_count.zero_()
-        logits = self.block_logits(state.anchor, state.length, bound)[:, 1:]
+        logits = perturb(self.block_logits(state.anchor, state.length, bound)[:, 1:])
         ids, score = self.target.backend.top_candidates(logits, self.candidates)
         return Proposal(ids=ids, score=score)
 

@@ -17,7 +17,7 @@ from modelkit.model import Transformer
 
 from ..state import RoundState
 from ..types import Proposal
-from .base import DRAFTERS, BlockConfig
+from .base import DRAFTERS, BlockConfig, Perturb, unperturbed
 
 
 @DRAFTERS.register("ngram")
@@ -54,8 +54,8 @@ class NgramDrafter:
         self.features, self.rows = 0, 0
         self.depth = config.resolved_block_size(8) - 1
 
-    def propose(self, state: RoundState, bound: int) -> Proposal:
-        """Match, take the best places, read on from them, merge equal prefixes."""
+    def propose(self, state: RoundState, bound: int, perturb: Perturb = unperturbed) -> Proposal:
+        """Match, take the best places, read on from them, merge equal prefixes. There are no logits to perturb."""
         # `bound` covers the committed length; one token more, the anchor, is known.
         tokens = state.tokens[:, : bound + 1]
         # An idle slot may hold more tokens than the active ones that `bound` speaks of.

@@ -15,7 +15,7 @@ from modelkit.rows import chain
 
 from ..state import RoundState
 from ..types import Proposal
-from .base import DRAFTERS, BlockConfig
+from .base import DRAFTERS, BlockConfig, Perturb, unperturbed
 
 
 @DRAFTERS.register("self")
@@ -36,7 +36,7 @@ class SelfDrafter:
         self.taps: tuple[int, ...] = ()
         self.features, self.depth, self.rows = 0, self.block - 1, slots * self.block
 
-    def propose(self, state: RoundState, bound: int) -> Proposal:
+    def propose(self, state: RoundState, bound: int, perturb: Perturb = unperturbed) -> Proposal:
         """Run the growing chain once a depth; rows not yet drafted hold token 0 and are seen by nobody before them."""
         slots = state.slots
         token = torch.cat([state.anchor[:, None], state.anchor.new_zeros(slots, self.depth)], 1)
@@ -45,7 +45,8 @@ class SelfDrafter:
         for depth in range(self.depth):
             rows = chain(token=token, start=state.length, count=whole, rows=slots * self.block, bound=bound)
             hidden = self.target(rows, state.cache).hidden.view(slots, self.block, -1)[:, depth]
-            log_probs = self.target.head(hidden).float().log_softmax(-1)
+            logits = perturb(self.target.head(hidden)[:, None], depth)[:, 0]
+            log_probs = logits.float().log_softmax(-1)
             score, best = log_probs.topk(self.candidates, -1)
             token = token.clone()
             token[:, depth + 1] = best[:, 0]

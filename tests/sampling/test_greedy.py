@@ -150,23 +150,43 @@ def test_walk_equals_a_loop(size):
 def test_other_temperatures_are_refused(temperature):
     known = f"sampler 'greedy' decodes at 0 only; samplers: {', '.join(SAMPLERS.names())}"
     with pytest.raises(ValueError, match=known):
-        GREEDY.check(temperature=temperature)
+        GREEDY.params(temperature=temperature)
     with pytest.raises(ValueError, match=known):
         SAMPLERS.build({"name": "greedy", "temperature": temperature})
 
 
-@pytest.mark.parametrize("temperature", [0, 0.0, -0.0, None])
+@pytest.mark.parametrize("temperature", [0, 0.0, -0.0])
 def test_zero_is_greedy(temperature):
-    GREEDY.check(temperature=temperature)
-    if temperature is not None:
-        assert SAMPLERS.build({"name": "greedy", "temperature": temperature}).config.temperature == 0
+    params = GREEDY.params(temperature=temperature, top_k=3, top_p=0.5, min_p=0.1, seed=1)  # none of them matters
+    assert params.temperature == 0 and GREEDY.always_argmax(params)
+    assert SAMPLERS.build({"name": "greedy", "temperature": temperature}).config.temperature == 0
     assert GREEDY.lossless
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"logit_bias": {3: 1.0}}, {"banned_token_ids": (3,)}],
+)
+def test_what_greedy_would_ignore_is_refused(change):
+    with pytest.raises(ValueError, match=r"(penalties|logit_bias): sampler 'greedy' takes the argmax of the logits"):
+        GREEDY.params(**change)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite(bad):
+    """A fault of the slot whose path they are on, and of nobody else."""
+    logits = torch.cat([logits_for([1, 4, 5, 0, 6, 0])] * 2)
+    logits[2, 0] = logits[6 + 4, 2] = bad  # off the first tree's path; the leaf of the second one's
+    accepted = GREEDY.accept(logits, context([TREE, TREE], max_depth=2))
+    assert accepted.fault.tolist() == [0, 1]
+    assert accepted.token[0].tolist() == [1, 4, 6]
 
 
 def test_the_engine_refuses_before_anything_runs(tiny_targets):
     from spec import Engine
 
-    engine = Engine.from_config({"target": {"path": str(tiny_targets["llama"])}, "draft": {"name": "ngram"}})
+    tables = {"target": {"path": str(tiny_targets["llama"])}, "draft": {"name": "ngram"}}
+    engine = Engine.from_config(tables | {"sampling": {"name": "greedy"}})
     with pytest.raises(ValueError, match=r"temperature = 0.7: sampler 'greedy' decodes at 0 only; samplers: .*greedy"):
         engine.generate([[1, 2]], temperature=0.7)
     assert int(engine.state.round) == 0

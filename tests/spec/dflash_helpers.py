@@ -104,9 +104,9 @@ def script_rounds(engine, right, random):
         rounds[-1]["logits"] = block_logits(*args)
         return rounds[-1]["logits"]
 
-    def scripted(state, bound):
+    def scripted(state, bound, perturb):
         rounds.append({name: getattr(state, name).clone() for name in ("tokens", "total", "active")})
-        proposal = propose(state, bound)
+        proposal = propose(state, bound, perturb)
         drafted, depth = rounds[-1]["logits"][:, 1:], proposal.depth  # row j of the block is depth j
         assert torch.equal(proposal.ids[..., 0], drafted.argmax(-1))
         torch.testing.assert_close(proposal.score, drafted.log_softmax(-1).gather(-1, proposal.ids))

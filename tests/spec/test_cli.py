@@ -66,7 +66,13 @@ MISTAKES = {
     "wrong type": ([], ["--set", "tree.budget=many"], "is not a int"),
     "no equals": ([], ["--set", "tree.budget"], "table.key=value"),
     "disagreeing lengths": ([], ["--set", "draft.num_speculative_tokens=3"], "disagree"),
-    "temperature": ([], ["--temperature", "0.7"], "'greedy' decodes at 0 only"),
+    "temperature": ([], ["--set", "sampling.name=greedy", "--temperature", "0.7"], "'greedy' decodes at 0 only"),
+    "top_p": ([], ["--temperature", "0.7", "--top-p", "0"], "top_p = 0.0: must be in (0, 1]"),
+    "penalty": (
+        [],
+        ["--presence-penalty", "1"],
+        'without it; set [sampling] filters = ["top_k", "top_p", "min_p",',
+    ),
     "no tokens": ([], ["--max-new-tokens", "0"], "max_new_tokens = 0"),
     "context larger than the model's": ([], ["--set", "engine.max_model_len=100000"], "made for"),
     "triton on a CPU": ([], ["--set", "compile.kernels=triton"], "need a CUDA device"),
@@ -223,3 +229,29 @@ def test_wrong_prompts_in_python(prompts, expected, folder):
     engine = Engine.from_config("smollm2-ngram", {"target.path": str(folder), "target.dtype": "float32"})
     with pytest.raises(ValueError, match=re.escape(expected)):
         engine.generate(prompts)
+
+
+def test_sampled_output_is_repeatable_and_compared(folder, prompts, capsys):
+    """Without --seed one is drawn for both runs of a comparison; each call draws another."""
+    how = ["--prompt-file", prompts, "--limit", 1, "--max-new-tokens", 12, "--temperature", 1.2, "--top-p", 0.95]
+
+    def text(*more):
+        assert generate(folder, *how, *more) == 0
+        return capsys.readouterr().out
+
+    runs = [text() for _ in range(3)]
+    assert all("tokens identical: yes" in run for run in runs)
+    tokens = [run.split("\n\n")[0] for run in runs]
+    assert len(set(tokens)) == 3
+    seeded = [text("--seed", 5, *more).split("\n\n")[0] for more in ((), ("--plain",), ("--set", "tree.name=chain"))]
+    assert len(set(seeded)) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [([], "without a seed: add --set sampling.seed=1"), (["--set", "sampling.seed=1"], "use --oracle plain")],
+)
+def test_lossless_needs_tokens_that_can_be_compared(changes, expected, folder, prompts, capsys):
+    where = ["--set", f"target.path={folder}", "--prompts", str(prompts), "--set", "sampling.temperature=0.7"]
+    assert main(["check-lossless", *where, *changes]) == 2
+    assert expected in capsys.readouterr().err

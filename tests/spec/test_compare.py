@@ -7,7 +7,8 @@ import torch
 
 from modelkit.demo import prepare_demo_model
 from modelkit.loading import load_model
-from spec.compare import compare, teacher_forced
+from spec import Engine
+from spec.compare import compare, scores, teacher_forced
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +54,34 @@ def test_fp32_widths_agree():
     text = list(range(100, 140))
     narrow, wide = (teacher_forced(model, text, 10, w) for w in (1, 16))
     torch.testing.assert_close(narrow, wide, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+        {"repetition_penalty": 1.4},
+    ],
+)
+def test_sampled_tokens_are_judged_by_what_chose_them(settings, tiny_targets):
+    """The scores' argmax is each token of the engine; another token is a bug unless both widths have it near."""
+    engine = Engine.from_config(
+        {
+            "target": {"path": str(tiny_targets["qwen3"]), "dtype": "float32"}, "draft": {"name": "ngram"},
+            "sampling": {"filters": ["top_p", "penalties"]},
+        }
+    )  # fmt: skip
+    prompt, params = [5, 8, 5, 9], engine.sampler.params(seed=3, **settings)
+    text = engine.generate([prompt], max_new_tokens=10, seed=3, **settings)[0].token_ids
+    logits = teacher_forced(engine.target, prompt + text, len(prompt), 1)
+    for place, token in enumerate(text):
+        row = scores(engine.sampler, params, prompt, text[:place], logits[place])
+        assert int(row.argmax()) == token, place
+    second = int(row.argsort(descending=True)[1])
+    how = (engine.target, prompt, [*text[:9], second], text, 16, engine.sampler, params)
+    outcome = compare(*how)
+    assert outcome.first_difference == 9 and not outcome.explained
+    assert outcome.gap == pytest.approx(float(row.max() - row[second]), rel=1e-3)
+    never = int(row.argmin())  # with top_p it is filtered out
+    assert not compare(*how[:2], [*text[:9], never], *how[3:]).explained

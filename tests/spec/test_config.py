@@ -41,7 +41,7 @@ def test_shipped_configs(name):
 
 def test_defaults():
     config = load_config(MINIMAL)
-    assert [config.tree.name, config.sampling.name, config.parallel.name] == ["best_first", "greedy", "single"]
+    assert [config.tree.name, config.sampling.name, config.parallel.name] == ["best_first", "gumbel", "single"]
     assert (config.engine.slots, config.compile.mode, config.generate.ignore_eos) == (1, "auto", False)
     modes = [config.compile.resolved_mode(device) for device in ("cpu", "cuda", "cuda:1")]
     assert modes == ["none", "reduce-overhead", "reduce-overhead"]
@@ -84,7 +84,7 @@ REFUSED = {
     "draft.name=dflash": r"\[draft\]: path is missing",
     "sampling.name=nucleus": "unknown sampling 'nucleus'; known: .*greedy",
     "parallel.name=tensors": "unknown parallel 'tensors'; known: .*single",
-    "sampling.temperature=0.7": "temperature = 0.7: sampler 'greedy' decodes at 0 only; samplers: .*greedy",
+    "sampling.temperature=-1": r"\[sampling\]: temperature = -1.0: must be 0 \(greedy\) or a positive number",
     "compile.mode=fast": r"\[compile\]: mode = 'fast' is not a .*none",
     "compile.kernels=cuda": r"\[compile\]: kernels = 'cuda' is not a .*triton",
     "target.dtype=fp8": r"\[target\]: dtype = 'fp8'; known: float32, bfloat16, float16",

@@ -13,10 +13,15 @@ from spec import Engine
 from spec.draft import DRAFTERS
 from spec.peers import transformers_greedy, transformers_model
 from spec.prompts import encode_all, pick_prompts
+from spec.requests import Settings
 from spec.tree import TREES
 
 PROMPTS = Path(__file__).resolve().parents[3] / "shared" / "prompts"
 TOKENS = 32
+SETTINGS = [
+    {"temperature": 0.3}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.0, "top_k": 50, "min_p": 0.02},
+    {"temperature": 1.5, "min_p": 0.1}, {"temperature": 1.0}, {},
+]  # fmt: skip
 DRAFTS = [name for name in DRAFTERS.names() if name != "dflash"]  # no drafter is published for this target
 
 
@@ -45,3 +50,13 @@ def test_tokens_are_those_of_transformers(oracle, draft, tree):
     assert [c.token_ids for c in got] == expected
     if draft == "self":
         assert min(c.stats.mean_acceptance_length for c in got) > 2  # it really speculates
+
+
+def test_seeded_tokens_are_those_of_plain_decoding(oracle):
+    """A prompt a setting, greedy among them, by prompt lookup and without."""
+    engine = build("ngram", "best_first")
+    settings = [Settings(max_new_tokens=TOKENS // 2, seed=n, **one) for n, one in enumerate(SETTINGS)]
+    got, plain = engine.generate(oracle[0], settings), engine.generate_plain(oracle[0], settings)
+    assert [c.token_ids for c in got] == [c.token_ids for c in plain]
+    assert got[5].token_ids == oracle[1][5][: TOKENS // 2]
+    assert sum(c.token_ids != expected[: TOKENS // 2] for c, expected in zip(got, oracle[1], strict=True)) > 3

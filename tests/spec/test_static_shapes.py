@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
+from sampling import SamplingParams
 from spec import Engine
 from spec.draft import DRAFTERS
 from spec.requests import Request
@@ -53,12 +54,13 @@ def prompt(length):
     return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
-def build(draft, tree, targets, drafters, target="qwen2_windowed"):
+def build(draft, tree, targets, drafters, target="qwen2_windowed", sampling=None):
     settings = DRAFT_SETTINGS.get(draft, {}) | ({"path": str(drafters[target])} if draft == "dflash" else {})
     tables = {
         "target": {"path": str(targets[target]), "dtype": "float32"},
         "draft": {"name": draft, **settings},
         "tree": {"name": tree, **TREE_SETTINGS.get(tree, {})},
+        "sampling": sampling or {},
         "engine": {"slots": SLOTS, "max_model_len": CAPACITY, "page_size": 16},
     }
     return Engine.from_config(tables)
@@ -95,6 +97,38 @@ def test_step_is_one_graph(draft, tree, active, tiny_targets, tiny_drafters):
     assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1
     assert not eager.state.active[1]
     assert len(gained - {0}) > 1 or draft == "dflash" or plain, "every round accepted the same"
+
+
+@pytest.mark.parametrize("sampling", ["gumbel", "token_match"])
+@pytest.mark.parametrize(("draft", "tree"), [("dflash", "best_first"), ("self", "static"), ("ngram", "plain")])
+def test_sampling_is_one_graph_whatever_the_requests(sampling, draft, tree, tiny_targets, tiny_drafters):
+    """Every feature built in; requests come and go with other values, greedy ones too, and nothing is traced again."""
+    plain = tree == "plain"
+    table = {"name": sampling, "filters": ["top_k", "top_p", "min_p", "penalties", "logit_bias"]}
+    eager, traced = (
+        build(draft, "chain" if plain else tree, tiny_targets, tiny_drafters, sampling=table) for _ in range(2)
+    )
+    counter = Graphs()
+    trace = torch.compile  # noqa: TID251 (a test of what modelkit/compile.py relies on)
+    step = trace(traced.step, backend=counter, fullgraph=True, dynamic=False)
+    several = [
+        SamplingParams(temperature=1.0, seed=3),
+        SamplingParams(temperature=0.5, top_k=9, top_p=0.8, min_p=0.01, seed=2**40),
+        SamplingParams(temperature=1.5, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={4: 1.0}, seed=9),
+        SamplingParams(),
+    ]
+    for number, params in enumerate(several):
+        for engine in (eager, traced):
+            ids = prompt(9 + number)
+            request = Request(prompt_ids=ids, max_new_tokens=40, stop_ids=[], sampling=params)
+            engine.prefill(number % SLOTS, request, plain)
+        for _ in range(3):
+            eager.step(SLOTS * (1 if plain else eager.nodes), CAPACITY, plain, False)
+            step(SLOTS * (1 if plain else eager.nodes), CAPACITY, plain, False)
+            assert observe(traced) == observe(eager)
+    assert counter.frame_count == 1, "recompiled"
+    assert not counter.dynamic
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1
 
 
 def test_rounds_run_by_hand_do_not_disturb_generation(tiny_targets, tiny_drafters):

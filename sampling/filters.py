@@ -1,0 +1,158 @@
+"""From the target's logits of every row to the scores that a strategy samples from.
+
+In this order, each step on the result of the one before (vLLM's order):
+
+    1. logits as fp32                         5. user processors
+    2. logit bias and banned tokens           6. temperature
+    3. repetition penalty                     7. min-p
+    4. frequency, then presence penalty       8. top-k
+                                              9. top-p, of the mass that is left
+
+Penalties see each row's own text: the prompt, what was emitted, and the row's ancestors in its tree. Min-p, top-k and
+top-p keep everything down to some probability, so each is a threshold and no row is ever sorted: scores are compared by
+their bits, which order like the numbers, and the smallest threshold with enough tokens (or mass) is digit by digit.
+Mass is counted in integers, so that the order of summation cannot matter. Tokens that tie with the last one kept are
+kept too: what is kept depends on the row alone, never on the tree or on the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .base import ALL_BANNED, BAD_PROCESSOR, NOT_FINITE, NodeContext
+from .params import SlotParams
+
+Processor = Callable[[Tensor, NodeContext], Tensor]
+
+# Bits of +inf in fp32: no token is farther from the best one.
+FARTHEST = 0x7F800000
+MASS_ONE = 2.0**40
+DISTANCE_BITS = 31
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Filtered:
+    """Rows ready to be sampled from.
+
+    Attributes:
+        score: fp32 [R, V], log-probabilities up to a constant of the row, at the request's temperature; the best is 0,
+            what the filters removed is -inf. A temperature of 0 counts as 1 here: no filter removes the best.
+        fault: int64 [R], 0 or one of NOT_FINITE, ALL_BANNED, BAD_PROCESSOR; such a row's scores mean nothing.
+    """
+
+    score: Tensor
+    fault: Tensor
+
+
+def filtered(logits: Tensor, nodes: NodeContext, processors: tuple[Processor, ...] = ()) -> Filtered:
+    """Steps 1 to 9.
+
+    Args:
+        logits: [R, V], the target's.
+        nodes: the rows, with their slots' parameters.
+        processors: step 5; each `(fp32 logits [R, V], nodes) -> logits`.
+    """
+    params = nodes.params
+    assert params is not None, "the rows come without sampling parameters"
+    x = logits.float()
+    fault = torch.zeros_like(nodes.slot)
+    if "logit_bias" in params.features:
+        x = x + params.logit_bias[nodes.slot]
+    if "penalties" in params.features:
+        x = penalised(x, nodes, params)
+    if processors:
+        best = x.amax(-1)
+        fault = torch.where(best.isnan() | (best == torch.inf), NOT_FINITE, fault)
+        for process in processors:
+            x = process(x, nodes)
+    best = x.amax(-1, keepdim=True)  # NaN if there is one
+    worse = best[:, 0].isnan() | (best[:, 0] == torch.inf)
+    fault = torch.where((fault == 0) & worse, BAD_PROCESSOR if processors else NOT_FINITE, fault)
+    fault = torch.where((fault == 0) & (best[:, 0] == -torch.inf), ALL_BANNED, fault)
+    temperature = params.temperature[nodes.slot]
+    score = (x - best) / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    if params.features.isdisjoint(("min_p", "top_k", "top_p")):
+        return Filtered(score=score, fault=fault)
+    far = score.abs().view(torch.int32)  # distance to the best, as bits
+    last = threshold(score, far, params, nodes.slot)
+    return Filtered(score=score.masked_fill(far > last[:, None], -torch.inf), fault=fault)
+
+
+def penalised(x: Tensor, nodes: NodeContext, params: SlotParams) -> Tensor:
+    """Logits [R, V] after the repetition, frequency and presence penalties of each row's own text."""
+    slot = nodes.slot
+    count = params.output_count[slot].scatter_add(1, *path_tokens(nodes))
+    seen = params.in_prompt[slot] | (count > 0)
+    repeated = params.repetition_penalty[slot][:, None]
+    x = torch.where(seen, torch.where(x > 0, x / repeated, x * repeated), x)
+    x = x - params.frequency_penalty[slot][:, None] * count
+    return x - params.presence_penalty[slot][:, None] * (count > 0)
+
+
+def path_tokens(nodes: NodeContext) -> tuple[Tensor, Tensor]:
+    """Tokens that each row's path adds to the slot's text, and which of them are real.
+
+    The root is the last token emitted (or the prompt's last): it is part of the text already.
+
+    Returns:
+        token: int64 [R, M], M = min(R, 32 W).
+        real: int32 [R, M], 1 where row j of the slot is an ancestor or the row itself, and not the root.
+    """
+    rows, words = nodes.ancestors.shape
+    index = torch.arange(rows, device=nodes.token.device)
+    bit = torch.arange(min(rows, 32 * words), device=nodes.token.device)
+    set_bit = (nodes.ancestors[:, bit // 32] >> (bit % 32).to(torch.int32)) & 1
+    row = ((index - nodes.local)[:, None] + bit).clamp(max=rows - 1)
+    return nodes.token[row], set_bit * (nodes.depth[row] > 0)
+
+
+def threshold(score: Tensor, far: Tensor, params: SlotParams, slot: Tensor) -> Tensor:
+    """The largest distance to the best token, as bits, that min-p, top-k and top-p leave; int32 [R]."""
+    last = torch.full_like(far[:, 0], FARTHEST)
+    if "min_p" in params.features:
+        last = params.min_p[slot].log().abs().view(torch.int32)
+    if "top_k" in params.features:
+        k = params.top_k[slot]
+        kth = nearest(far, None, k.clamp(max=far.shape[1]))
+        last = torch.where(k > 0, torch.minimum(last, kth), last)
+    if "top_p" in params.features:
+        p = params.top_p[slot]
+        mass = (score.exp() * MASS_ONE).to(torch.int64).masked_fill(far > last[:, None], 0)
+        needed = (p * mass.sum(-1)).ceil().to(torch.int64)
+        last = torch.where(p < 1.0, torch.minimum(last, nearest(far, mass, needed)), last)
+    return last
+
+
+def nearest(far: Tensor, mass: Tensor | None, needed: Tensor) -> Tensor:
+    """The smallest distance within which there is enough mass: its bits from the top, a digit a pass, without a sort.
+
+    Args:
+        far: int32 [R, V], 0..FARTHEST.
+        mass: int64 [R, V]; None counts tokens.
+        needed: int64 [R], at most all there is.
+
+    Returns:
+        int32 [R].
+    """
+    found = torch.zeros_like(far[:, 0])
+    left = needed
+    # At most as many counters a row as tokens: 3 digits of up to 11 bits, or more of fewer bits.
+    digit_bits = min(max(far.shape[1].bit_length() - 1, 1), 11)
+    for top in range(DISTANCE_BITS, 0, -digit_bits):
+        shift = max(top - digit_bits, 0)
+        bits, size = top - shift, 1 << (top - shift)
+        # Tokens whose higher digits are those found so far, counted by this digit.
+        near = (far >> (shift + bits)) == (found >> (shift + bits))[:, None]
+        weight = near.to(torch.int64) if mass is None else torch.where(near, mass, 0)
+        digit = ((far >> shift) & (size - 1)).to(torch.int64)
+        count = torch.zeros(far.shape[0], size, dtype=torch.int64, device=far.device).scatter_add(1, digit, weight)
+        within = count.cumsum(-1)
+        first = (within < left[:, None]).sum(-1, keepdim=True).clamp(max=size - 1)
+        before = torch.where(first > 0, within.gather(1, (first - 1).clamp(min=0)), 0)[:, 0]
+        left = left - before
+        found = found | (first[:, 0] << shift).to(torch.int32)
+    return found

@@ -1,0 +1,31 @@
+"""Token matching: each row's token is drawn from the target's law on its own, and a draft is accepted if it equals it.
+
+The rule of the DDTree reference (arXiv 2604.12989). As exact as `gumbel`, and as repeatable, but the drafter does not
+see the noise: drafts are right only as often as two independent draws agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from torch import Tensor
+
+from .base import SAMPLERS
+from .gumbel import Gumbel, SamplingConfig
+from .params import SlotParams
+
+
+@SAMPLERS.register("token_match")
+class TokenMatch(Gumbel):
+    """Exact sampling with noise of its own."""
+
+    stream: ClassVar[int] = 1
+
+    @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+    class Config(SamplingConfig):
+        """See `SamplingConfig`."""
+
+    def perturb(self, logits: Tensor, position: Tensor, params: SlotParams) -> Tensor:
+        """The drafter keeps its own best candidates."""
+        return logits
