@@ -32,6 +32,7 @@ class NodeContext:
         ancestors: int32 [R, W], bit j: local row j of the slot is an ancestor or the row itself.
         slots: S.
         max_depth: L, a host constant.
+        width: N where every slot has exactly N rows (R = S * N), else 0; a host constant.
         params: the slots' sampling parameters; None where a strategy needs none.
         greedy: host constant: no request of this forward wants anything but the argmax of the target's own logits.
     """
@@ -46,6 +47,7 @@ class NodeContext:
     ancestors: Tensor
     slots: int
     max_depth: int
+    width: int = 0
     params: SlotParams | None = None
     greedy: bool = False
 
@@ -84,6 +86,7 @@ class Sampler(Protocol):
         Config: its part of the config.
         lossless: whether outputs follow the target's law exactly.
         features: what of `params.FEATURES` requests may use; each costs time in every round that samples.
+        use_kernels: set by the engine where kernels may run; a strategy without kernels has no such attribute.
     """
 
     Config: ClassVar[type[Any]]
@@ -131,17 +134,22 @@ def walk(target: Tensor, nodes: NodeContext) -> Acceptance:
         target: int64 [R], the target's token after each row.
         nodes: the rows.
     """
-    device, size = target.device, nodes.ancestors.shape[1]
-    match = nodes.valid & ((nodes.parent < 0) | (nodes.token == target[nodes.parent.clamp(min=0)]))
-    own = nodes.slot == torch.arange(nodes.slots, device=device)[:, None]  # [S, R]
-    bit = torch.ones_like(nodes.ancestors[:, 0]) << (nodes.local % 32).to(torch.int32)
-    wrong = own[:, None] & ~match & (nodes.local // 32 == torch.arange(size, device=device)[:, None])  # [S, W, R]
-    mismatch = torch.where(wrong, bit, 0).sum(-1, dtype=torch.int32)  # of different bits
-    seen = mismatch[nodes.slot.clamp(max=nodes.slots - 1)]
-    accepted = match & ((nodes.ancestors & seen) == 0).all(-1)
-    depth = torch.where(accepted, nodes.depth, -1)
-    here = own[:, None] & (depth == torch.arange(nodes.max_depth + 1, device=device)[:, None])  # [S, L + 1, R]
-    path = torch.where(here, torch.arange(target.shape[0], device=device), -1).amax(-1)
+    device, slots, width = target.device, nodes.slots, nodes.width
+
+    def rows(x: Tensor) -> Tensor:  # [R, ...] as [S, N, ...], or as [1, R, ...] of which each slot looks at its own
+        return x.view(slots, width, *x.shape[1:]) if width else x[None]
+
+    own = rows(nodes.slot) == torch.arange(slots, device=device)[:, None]
+    match = own & rows(nodes.valid & ((nodes.parent < 0) | (nodes.token == target[nodes.parent.clamp(min=0)])))
+    local, ancestors = rows(nodes.local), rows(nodes.ancestors)
+    bit = torch.ones_like(ancestors[..., 0]) << (local % 32).to(torch.int32)
+    word = torch.arange(ancestors.shape[-1], device=device)[:, None]
+    wrong = (own & ~match)[:, None] & (local[:, None] // 32 == word)  # [S, W, N or R]
+    mismatch = torch.where(wrong, bit[:, None], 0).sum(-1, dtype=torch.int32)  # of different bits
+    accepted = match & ((ancestors & mismatch[:, None]) == 0).all(-1)
+    level = torch.arange(nodes.max_depth + 1, device=device)[:, None]
+    here = accepted[:, None] & (rows(nodes.depth)[:, None] == level)  # [S, L + 1, N or R]
+    path = torch.where(here, rows(torch.arange(target.shape[0], device=device))[:, None], -1).amax(-1)
     token = torch.where(path < 0, -1, target[path.clamp(min=0)])
     return Acceptance(path=path, token=token, count=(path >= 0).sum(-1))
 

@@ -30,7 +30,8 @@ Processor = Callable[[Tensor, NodeContext], Tensor]
 
 # Bits of +inf in fp32: no token is farther from the best one.
 FARTHEST = 0x7F800000
-MASS_ONE = 2.0**40
+# The greatest power of two whose sums over any vocabulary (< 2^18) stay exact in fp64 too, which kernels use.
+MASS_ONE = 2.0**35
 DISTANCE_BITS = 31
 
 
@@ -48,6 +49,46 @@ class Filtered:
     fault: Tensor
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Changed:
+    """Logits after steps 1 to 5.
+
+    Attributes:
+        x: [R, V]; the target's own, of their own dtype, where nothing changes them.
+        fault: int64 [R], what was wrong before the processors.
+        processed: whether there are any.
+    """
+
+    x: Tensor
+    fault: Tensor
+    processed: bool
+
+    def faults(self, best: Tensor) -> Tensor:
+        """All that is wrong, int64 [R], with the greatest logit of each row (NaN where one is NaN)."""
+        worse = best.isnan() | (best == torch.inf)
+        fault = torch.where((self.fault == 0) & worse, BAD_PROCESSOR if self.processed else NOT_FINITE, self.fault)
+        return torch.where((fault == 0) & (best == -torch.inf), ALL_BANNED, fault)
+
+
+def changed(logits: Tensor, nodes: NodeContext, processors: tuple[Processor, ...] = ()) -> Changed:
+    """Steps 1 to 5; arguments as in `filtered`."""
+    params = nodes.params
+    assert params is not None, "the rows come without sampling parameters"
+    x = logits
+    fault = torch.zeros_like(nodes.slot)
+    if "logit_bias" in params.features:
+        x = x.float() + params.logit_bias[nodes.slot]
+    if "penalties" in params.features:
+        x = penalised(x.float(), nodes, params)
+    if processors:
+        x = x.float()
+        best = x.amax(-1)
+        fault = torch.where(best.isnan() | (best == torch.inf), NOT_FINITE, fault)
+        for process in processors:
+            x = process(x, nodes)
+    return Changed(x=x, fault=fault, processed=bool(processors))
+
+
 def filtered(logits: Tensor, nodes: NodeContext, processors: tuple[Processor, ...] = ()) -> Filtered:
     """Steps 1 to 9.
 
@@ -57,22 +98,11 @@ def filtered(logits: Tensor, nodes: NodeContext, processors: tuple[Processor, ..
         processors: step 5; each `(fp32 logits [R, V], nodes) -> logits`.
     """
     params = nodes.params
-    assert params is not None, "the rows come without sampling parameters"
-    x = logits.float()
-    fault = torch.zeros_like(nodes.slot)
-    if "logit_bias" in params.features:
-        x = x + params.logit_bias[nodes.slot]
-    if "penalties" in params.features:
-        x = penalised(x, nodes, params)
-    if processors:
-        best = x.amax(-1)
-        fault = torch.where(best.isnan() | (best == torch.inf), NOT_FINITE, fault)
-        for process in processors:
-            x = process(x, nodes)
+    rows = changed(logits, nodes, processors)
+    assert params is not None
+    x = rows.x.float()
     best = x.amax(-1, keepdim=True)  # NaN if there is one
-    worse = best[:, 0].isnan() | (best[:, 0] == torch.inf)
-    fault = torch.where((fault == 0) & worse, BAD_PROCESSOR if processors else NOT_FINITE, fault)
-    fault = torch.where((fault == 0) & (best[:, 0] == -torch.inf), ALL_BANNED, fault)
+    fault = rows.faults(best[:, 0])
     temperature = params.temperature[nodes.slot]
     score = (x - best) / torch.where(temperature > 0, temperature, 1.0)[:, None]
     if params.features.isdisjoint(("min_p", "top_k", "top_p")):
@@ -112,9 +142,7 @@ def path_tokens(nodes: NodeContext) -> tuple[Tensor, Tensor]:
 
 def threshold(score: Tensor, far: Tensor, params: SlotParams, slot: Tensor) -> Tensor:
     """The largest distance to the best token, as bits, that min-p, top-k and top-p leave; int32 [R]."""
-    last = torch.full_like(far[:, 0], FARTHEST)
-    if "min_p" in params.features:
-        last = params.min_p[slot].log().abs().view(torch.int32)
+    last = min_p_limit(params, slot)
     if "top_k" in params.features:
         k = params.top_k[slot]
         kth = nearest(far, None, k.clamp(max=far.shape[1]))
@@ -125,6 +153,13 @@ def threshold(score: Tensor, far: Tensor, params: SlotParams, slot: Tensor) -> T
         needed = (p * mass.sum(-1)).ceil().to(torch.int64)
         last = torch.where(p < 1.0, torch.minimum(last, nearest(far, mass, needed)), last)
     return last
+
+
+def min_p_limit(params: SlotParams, slot: Tensor) -> Tensor:
+    """The largest distance that min-p leaves, as bits, int32 [R]; all of them where it is off."""
+    if "min_p" not in params.features:
+        return torch.full_like(slot, FARTHEST, dtype=torch.int32)
+    return params.min_p[slot].log().abs().view(torch.int32)
 
 
 def nearest(far: Tensor, mass: Tensor | None, needed: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ class Greedy:
     """Emits exactly what plain greedy decoding emits; the tree only decides how many tokens a round yields."""
 
     lossless: ClassVar[bool] = True
+    use_kernels = False  # set by the engine where kernels may run
     features: tuple[str, ...] = ()
 
     @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,13 +50,18 @@ class Greedy:
 
     def accept(self, logits: Tensor, nodes: NodeContext) -> Acceptance:
         """Argmax of each row (the lowest id of equals), then the walk."""
-        return accept_argmax(logits, nodes)
+        return accept_argmax(logits, nodes, self.use_kernels)
 
 
-def accept_argmax(logits: Tensor, nodes: NodeContext) -> Acceptance:
+def accept_argmax(logits: Tensor, nodes: NodeContext, use_kernels: bool) -> Acceptance:
     """The walk along each row's argmax; a row whose best logit is not finite is a fault."""
-    target = logits.argmax(-1)  # a NaN counts as the greatest
-    best = logits.gather(1, target[:, None])[:, 0]
+    if use_kernels:
+        from .kernels.choose import argmax_tokens
+
+        target, best = argmax_tokens(logits)
+    else:
+        target = logits.argmax(-1)  # a NaN counts as the greatest
+        best = logits.gather(1, target[:, None])[:, 0]
     return with_fault(walk(target, nodes), torch.where(best.isfinite(), 0, NOT_FINITE))
 
 

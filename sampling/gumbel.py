@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from .base import SAMPLERS, Acceptance, NodeContext, walk, with_fault
-from .filters import Filtered, Processor, filtered
+from .filters import Filtered, Processor, changed, filtered, min_p_limit
 from .greedy import accept_argmax
-from .noise import gumbel_noise
+from .noise import gumbel_noise, row_keys
 from .params import FEATURES, MAX_SEED, SamplingParams, SlotParams
 
 
@@ -81,6 +81,7 @@ class Gumbel:
 
     lossless: ClassVar[bool] = True
     stream: ClassVar[int] = 0
+    use_kernels = False  # set by the engine where kernels may run
 
     @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
     class Config(SamplingConfig):
@@ -117,9 +118,28 @@ class Gumbel:
     def accept(self, logits: Tensor, nodes: NodeContext) -> Acceptance:
         """The noisy argmax of each row, then the walk."""
         if nodes.greedy:
-            return accept_argmax(logits, nodes)
-        rows = self.noisy(logits, nodes)
-        return with_fault(walk(rows.score.argmax(-1), nodes), rows.fault)
+            return accept_argmax(logits, nodes, self.use_kernels)
+        if self.use_kernels:
+            token, fault = self._chosen(logits, nodes)
+        else:
+            rows = self.noisy(logits, nodes)
+            token, fault = rows.score.argmax(-1), rows.fault
+        return with_fault(walk(token, nodes), fault)
+
+    def _chosen(self, logits: Tensor, nodes: NodeContext) -> tuple[Tensor, Tensor]:
+        """The argmax of `noisy` and the faults, int64 [R] each, by kernels."""
+        from .kernels.choose import choose_tokens
+
+        params, slot = nodes.params, nodes.slot
+        assert params is not None
+        rows = changed(logits, nodes, self.processors)
+        keys = row_keys(params.seed[slot], nodes.position + 1, params.low_bits, self.stream)
+        token, best = choose_tokens(
+            rows.x, params.temperature[slot], keys,
+            min_p_limit(params, slot), params.top_k[slot] if "top_k" in params.features else None,
+            params.top_p[slot] if "top_p" in params.features else None,
+        )  # fmt: skip
+        return token, rows.faults(best)
 
     def noisy(self, logits: Tensor, nodes: NodeContext) -> Filtered:
         """The filtered scores of each row [R, V] with the noise of the token after it."""

@@ -38,11 +38,17 @@ def noise_bits(seed: Tensor, position: Tensor, vocab_size: int, low_bits: Tensor
     Returns:
         int64 [R, V], 0..2^32 - 1.
     """
+    first, second = row_keys(seed, position, low_bits, stream).unbind(-1)
+    token = torch.arange(vocab_size, device=seed.device)
+    return mix(mix(token ^ first[:, None], low_bits) ^ second[:, None], low_bits)
+
+
+def row_keys(seed: Tensor, position: Tensor, low_bits: Tensor, stream: int = 0) -> Tensor:
+    """What a row's noise depends on, int64 [R, 2] of 32 bits each; arguments as in `noise_bits`."""
     first, second = (torch.full_like(seed, lane) for lane in LANES)
     for word in (seed & low_bits, seed >> 32, position & low_bits, stream):
         first, second = mix(first ^ word, low_bits), mix(second ^ word, low_bits)
-    token = torch.arange(vocab_size, device=seed.device)
-    return mix(mix(token ^ first[:, None], low_bits) ^ second[:, None], low_bits)
+    return torch.stack([first, second], -1)
 
 
 def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int, low_bits: Tensor, stream: int = 0) -> Tensor:

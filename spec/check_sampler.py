@@ -184,7 +184,7 @@ def grow(
     return NodeContext(
         token=rows.token, parent=rows.parent, depth=rows.position - (total - 1)[rows.slot], position=rows.position,
         slot=rows.slot, local=rows.local(), valid=rows.valid, ancestors=rows.ancestors, slots=slots, max_depth=DEPTH,
-        params=params,
+        width=width, params=params,
     )  # fmt: skip
 
 

@@ -85,8 +85,9 @@ class Engine:
             capacity=self.capacity,
             candidates=self.tree.candidates,
         )
-        if hasattr(self.tree, "use_kernels"):
-            self.tree.use_kernels = self.target.backend.name == "triton"
+        for strategy in (self.tree, self.sampler):
+            if hasattr(strategy, "use_kernels"):
+                strategy.use_kernels = self.target.backend.name == "triton"
         self.nodes = self.tree.nodes(self.drafter.depth)
         scratch = max(slots * self.nodes, config.engine.prefill_chunk, self.drafter.rows)
         cache = self.target.new_cache(

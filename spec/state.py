@@ -96,7 +96,8 @@ class RoundState(nn.Module):
         return NodeContext(
             token=rows.token, parent=rows.parent, depth=rows.position - self.cache.length[rows.slot],
             position=rows.position, slot=rows.slot, local=rows.local(), valid=rows.valid, ancestors=rows.ancestors,
-            slots=self.slots, max_depth=self.depth, params=self.sampling, greedy=greedy,
+            slots=self.slots, max_depth=self.depth, width=rows.width if rows.uniform else 0, params=self.sampling,
+            greedy=greedy,
         )  # fmt: skip
 
     def admit(

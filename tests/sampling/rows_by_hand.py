@@ -33,7 +33,7 @@ def trees(tokens, parents, params, *, start, rows=None):
     return NodeContext(
         token=flat.token, parent=flat.parent, depth=(flat.position - base).clamp(min=0), position=flat.position,
         slot=flat.slot, local=flat.local(), valid=flat.valid, ancestors=flat.ancestors, slots=slots,
-        max_depth=int(depth.max()), params=params,
+        max_depth=int(depth.max()), width=flat.width if flat.uniform else 0, params=params,
     )  # fmt: skip
 
 

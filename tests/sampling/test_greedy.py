@@ -35,7 +35,7 @@ def context(trees, *, max_depth, rows=None):
     return NodeContext(
         token=flat.token, parent=flat.parent, depth=(flat.position - base).clamp(min=0), position=flat.position,
         slot=flat.slot, local=flat.local(), valid=flat.valid, ancestors=flat.ancestors, slots=slots,
-        max_depth=max_depth,
+        max_depth=max_depth, width=flat.width if flat.uniform else 0,
     )  # fmt: skip
 
 

@@ -233,7 +233,7 @@ def context(trees, count, rows, depth):
     return NodeContext(
         token=flat.token, parent=flat.parent, depth=flat.position - length[flat.slot], position=flat.position,
         slot=flat.slot, local=flat.local(), valid=flat.valid, ancestors=flat.ancestors, slots=len(trees),
-        max_depth=depth,
+        max_depth=depth, width=flat.width if flat.uniform else 0,
     )  # fmt: skip
 
 
