@@ -107,8 +107,14 @@ class Gumbel:
     def perturb(self, logits: Tensor, position: Tensor, params: SlotParams) -> Tensor:
         """The drafter's log-probabilities at the request's temperature, with the noise its tokens will meet."""
         slots, depth, vocabulary = logits.shape
-        temperature = params.temperature[:-1, None, None]
         seed = params.seed[:-1, None].expand(slots, depth).flatten()
+        if self.use_kernels:
+            from .kernels.perturb import perturb_logits
+
+            keys = row_keys(seed, position.flatten(), params.low_bits, self.stream)
+            hot: Tensor = perturb_logits(logits, params.temperature[:-1].repeat_interleave(depth), keys)
+            return hot
+        temperature = params.temperature[:-1, None, None]
         noise = gumbel_noise(seed, position.flatten(), vocabulary, params.low_bits, self.stream).view(logits.shape)
         logits = logits.float()
         best = logits.amax(-1, keepdim=True)

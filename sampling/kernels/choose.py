@@ -17,7 +17,8 @@ from torch import Tensor
 
 from modelkit.kernels.launch import launch, release, wait
 
-CHUNK = 4096  # ids of a program
+from .perturb import CHUNK, best_kernel, noise, row_best
+
 DIGITS = tl.constexpr(16)
 SHIFTS = tuple(range(28, -1, -4))
 FARTHEST = tl.constexpr(0x7F800000)  # bits of +inf
@@ -26,20 +27,8 @@ NOBODY = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _best_kernel(x, best, vocabulary, stride, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """Each chunk's greatest value; NaN where there is one."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    wait(PDL)
-    value = tl.load(x + row * stride + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
-    release(PDL)
-    worse = tl.max((value != value).to(tl.int32), 0)
-    tl.store(best + row * tl.num_programs(1) + chunk, tl.where(worse > 0, float("nan"), tl.max(value, 0)))
-
-
-@triton.jit
 def _argmax_kernel(x, best, value, index, vocabulary, stride, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """`_best_kernel`, and whose the greatest value is."""
+    """`best_kernel`, and whose the greatest value is."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     wait(PDL)
@@ -51,14 +40,6 @@ def _argmax_kernel(x, best, value, index, vocabulary, stride, CHUNK: tl.constexp
     tl.store(best + place, tl.where(worse > 0, float("nan"), highest))
     tl.store(value + place, highest)
     tl.store(index + place, tl.min(tl.where(number == highest, token, NOBODY), 0))
-
-
-@triton.jit
-def _row_best(best, row, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The row's greatest value, NaN if any chunk's is."""
-    chunk = tl.arange(0, BLOCK_C)
-    values = tl.load(best + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
-    return tl.where(tl.max((values != values).to(tl.int32), 0) > 0, float("nan"), tl.max(values, 0))
 
 
 @triton.jit
@@ -119,7 +100,7 @@ def _pass_kernel(
             tl.store(base + PASS * ROWS + row, below)
             if PASS > 0:
                 tl.store(needed + row, need)
-        top = _row_best(best, row, CHUNKS, BLOCK_C)
+        top = row_best(best, row, CHUNKS, BLOCK_C)
         heat = tl.load(temperature + row)
         divisor = tl.where(heat > 0.0, heat, 1.0)
         last = tl.load(limit + row)
@@ -160,31 +141,6 @@ def _limit_kernel(
 
 
 @triton.jit
-def _mix(x):
-    """`noise.mix` in the arithmetic that it emulates."""
-    x = x ^ (x >> 16)
-    x = x * 0x21F0AAAD
-    x = x ^ (x >> 15)
-    x = x * 0x735A2D97
-    return x ^ (x >> 15)
-
-
-@triton.jit
-def _log1p(x):
-    """log(1 + x) for -1 < x <= 0, also where 1 + x rounds to 1."""
-    wide = 1.0 + x
-    return tl.where(wide == 1.0, x, tl.log(wide) * tl.div_rn(x, tl.where(wide == 1.0, 1.0, wide - 1.0)))
-
-
-@triton.jit
-def _noise(token, first, second):
-    """`noise.gumbel_noise` of token ids under a row's key."""
-    bits = _mix(_mix(token.to(tl.uint32) ^ first) ^ second)
-    uniform = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
-    return -tl.log(-_log1p(-uniform))
-
-
-@triton.jit
 def _choose_kernel(
     x, best, temperature, limit, keys, value, index, vocabulary, stride,
     CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
@@ -193,7 +149,7 @@ def _choose_kernel(
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait(PDL)
     release(PDL)
-    top = _row_best(best, row, CHUNKS, BLOCK_C)
+    top = row_best(best, row, CHUNKS, BLOCK_C)
     heat = tl.load(temperature + row)
     last = tl.load(limit + row)
     first, second = tl.load(keys + row * 2).to(tl.uint32), tl.load(keys + row * 2 + 1).to(tl.uint32)
@@ -205,7 +161,7 @@ def _choose_kernel(
     if tl.max(kept.to(tl.int32), 0) > 0:
         noisy = score
         if heat > 0.0:
-            noisy = score + _noise(token, first, second)
+            noisy = score + noise(token, first, second)
         noisy = tl.where(kept, noisy, float("-inf"))
         highest = tl.max(noisy, 0)
         whose = tl.min(tl.where(kept & (noisy == highest), token, NOBODY), 0)
@@ -215,7 +171,7 @@ def _choose_kernel(
 
 @triton.jit
 def _merge_kernel(
-    best, value, index, token, row_best, vocabulary, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr
+    best, value, index, token, greatest, vocabulary, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr
 ):
     row, chunk = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_C)
     wait(PDL)
@@ -224,7 +180,7 @@ def _merge_kernel(
     whose = tl.load(index + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=NOBODY)
     chosen = tl.min(tl.where(values == tl.max(values, 0), whose, NOBODY), 0)
     tl.store(token + row, tl.where(chosen < vocabulary, chosen, 0).to(tl.int64))
-    tl.store(row_best + row, _row_best(best, row, CHUNKS, BLOCK_C))
+    tl.store(greatest + row, row_best(best, row, CHUNKS, BLOCK_C))
 
 
 @torch.library.custom_op("flashtree::choose_tokens", mutates_args=())
@@ -250,7 +206,7 @@ def choose_tokens(
     sizes = {"CHUNKS": chunks, "BLOCK_C": triton.next_power_of_2(chunks)}
     best = torch.empty(rows, chunks, dtype=torch.float32, device=x.device)
     where = (vocabulary, x.stride(0))
-    launch(_best_kernel, (rows, chunks), x, best, *where, CHUNK=CHUNK, num_warps=4)
+    launch(best_kernel, (rows, chunks), x, best, vocabulary, 0, x.stride(0), INNER=rows, CHUNK=CHUNK, num_warps=4)
     for wanted, whole in ((top_k, False), (top_p, True)):
         if wanted is None:
             continue

@@ -88,6 +88,19 @@ def check(case, device="cpu"):
     assert all(0 <= int(t) < case.vocabulary for t in token)
 
 
+def check_perturbed(device="cpu"):
+    """Three slots, one of them greedy, as a slice of wider logits."""
+    several = [SamplingParams(temperature=t, seed=9 + i) for i, t in enumerate((0.7, 0.0, 1.3))]
+    params = slot_params(several, vocab_size=4500, features=())
+    wide = torch.randn(3, 6, 4500, generator=torch.Generator().manual_seed(3)) * 4
+    position = torch.arange(15).view(3, 5) + 100
+    sampler = Gumbel(Gumbel.Config())
+    wanted = sampler.perturb(wide[:, 1:], position, params)
+    sampler.use_kernels = True
+    found = sampler.perturb(wide.to(device)[:, 1:], position.to(device), params.to(device))
+    torch.testing.assert_close(found.cpu(), wanted, rtol=1e-5, atol=1e-5)
+
+
 SMALL = {
     "two_chunks": Case(seed=1, vocabulary=4500),
     "ties": Case(seed=2, vocabulary=700, grid=1.0),
@@ -108,7 +121,7 @@ def interpreted():
     return interpreter.interpreted(__file__)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [*SMALL, "perturbed"])
 def test_interpreted(interpreted, name):
     assert not interpreted[name], interpreted[name]
 
@@ -117,6 +130,11 @@ def test_interpreted(interpreted, name):
 @pytest.mark.parametrize("name", [*SMALL, *LARGE])
 def test_gpu(name):
     check((SMALL | LARGE)[name], "cuda")
+
+
+@pytest.mark.gpu
+def test_gpu_perturbed():
+    check_perturbed("cuda")
 
 
 @pytest.mark.gpu
@@ -132,4 +150,6 @@ def test_gpu_operators_are_registered_rightly():
 
 
 if __name__ == "__main__":
-    interpreter.run_all({name: functools.partial(check, case) for name, case in SMALL.items()})
+    interpreter.run_all(
+        {name: functools.partial(check, case) for name, case in SMALL.items()} | {"perturbed": check_perturbed}
+    )
