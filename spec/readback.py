@@ -25,12 +25,9 @@ class Readback:
         self._state = state
         self._cuda = state.total.device.type == "cuda"
         self.lag = 1 if self._cuda else 0
-        self._queue: deque[tuple[tuple[Tensor, ...], Any, Owners]] = deque()
+        self._queue: deque[tuple[Tensor, Any, Owners]] = deque()
         self._pushed = 0
-        sources = (state.ring_token[0], state.ring_count[0], state.reason)
-        self._staging = [
-            tuple(torch.empty(s.shape, dtype=s.dtype, pin_memory=self._cuda) for s in sources) for _ in range(RING)
-        ]
+        self._staging = torch.empty(state.ring.shape, dtype=state.ring.dtype, pin_memory=self._cuda)
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -41,13 +38,10 @@ class Readback:
         Args:
             owners: slots that took part, with whatever tells their request.
         """
-        state = self._state
         entry = self._pushed % RING
         assert len(self._queue) < RING - 1, "the ring would be overwritten before it is read"
         staging = self._staging[entry]
-        sources = (state.ring_token[entry], state.ring_count[entry], state.reason)
-        for host, device in zip(staging, sources, strict=True):
-            host.copy_(device, non_blocking=True)
+        staging.copy_(self._state.ring[entry], non_blocking=True)
         event = None
         if self._cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -57,11 +51,12 @@ class Readback:
 
     def pop(self) -> tuple[list[list[int]], list[int], Owners]:
         """The oldest queued round: tokens a slot, every slot's end reason just after it, and its owners."""
-        (token, count, reason), event, owners = self._queue.popleft()
+        staging, event, owners = self._queue.popleft()
         if event is not None:
             event.synchronize()
-        rows = [row[:n] for row, n in zip(token.tolist(), count.tolist(), strict=True)]
-        return rows, reason.tolist(), owners
+        counts, reasons, *tokens = staging.T.tolist()
+        rows = [list(row[:n]) for row, n in zip(zip(*tokens, strict=True), counts, strict=True)]
+        return rows, reasons, owners
 
     def clear(self) -> None:
         """Forget what is in flight, and take the ring up where the state has it (rounds may have run by hand)."""

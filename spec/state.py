@@ -30,7 +30,7 @@ class RoundState(nn.Module):
         reason: int64 [S], RUNNING, STOPPED, LENGTH, or more: a fault.
         active: bool [S], a request is in the slot and it has not ended.
         pending, pending_count: features [S, L + 1, K * H] of the rows committed last, int64 [S].
-        ring_token [RING, S, L + 1], ring_count [RING, S], round []: emitted tokens of the last rounds.
+        ring [RING, S, 2 + L + 1], round []: count, reason and emitted tokens of the last rounds.
 
     Args:
         cache: the target's.
@@ -61,8 +61,7 @@ class RoundState(nn.Module):
         whole("stop_ids", slots, max_stop_ids, fill=-1)
         whole("reason", slots)
         whole("pending_count", slots)
-        whole("ring_token", RING, slots, depth + 1, fill=-1)
-        whole("ring_count", RING, slots)
+        whole("ring", RING, slots, 2 + depth + 1)
         whole("round")
         self.register_buffer("active", torch.zeros(slots, dtype=torch.bool, device=device), persistent=False)
         pending = torch.zeros(slots, depth + 1, features, dtype=dtype, device=device)
@@ -76,8 +75,7 @@ class RoundState(nn.Module):
     reason: Tensor
     pending: Tensor
     pending_count: Tensor
-    ring_token: Tensor
-    ring_count: Tensor
+    ring: Tensor
     round: Tensor
     active: Tensor
 
@@ -169,10 +167,9 @@ class RoundState(nn.Module):
         return count
 
     def _publish(self, token: Tensor, count: Tensor) -> None:
-        entry = (self.round % RING).view(1)
         padded = torch.nn.functional.pad(token, (0, self.depth + 1 - token.shape[1]), value=-1)
-        self.ring_token.index_copy_(0, entry, padded[None])
-        self.ring_count.index_copy_(0, entry, count[None])
+        entry = torch.cat([count[:, None], self.reason[:, None], padded], 1)
+        self.ring.index_copy_(0, (self.round % RING).view(1), entry[None])  # one piece: one copy to the host
         self.round += 1
 
     def remember(self, taps: Tensor | None, path: Tensor, count: Tensor) -> None:

@@ -115,7 +115,7 @@ def test_what_a_padded_prefill_leaves(length, tiny_targets, tiny_drafters, monke
         pages = find(padded).table[1]
         behind = [layer.k[pages].transpose(1, 2).flatten(0, 1)[length:] for layer in find(padded).all_layers()]
         assert not any(part.any() for part in behind), "padding rows were kept"
-    for name in ("tokens", "total", "anchor", "reason", "active", "ring_count", "round"):
+    for name in ("tokens", "total", "anchor", "reason", "active", "ring", "round"):
         assert torch.equal(getattr(exact.state, name), getattr(padded.state, name)), name
 
 

@@ -68,7 +68,7 @@ def build(draft, tree, targets, drafters, target="qwen2_windowed", sampling=None
 
 def observe(engine):
     state = engine.state
-    names = ("tokens", "total", "anchor", "reason", "active", "pending_count", "ring_token", "ring_count", "round")
+    names = ("tokens", "total", "anchor", "reason", "active", "pending_count", "ring", "round")
     return {name: getattr(state, name).tolist() for name in (*names, "length")}
 
 
