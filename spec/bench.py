@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps.add_argument("--rows", default="1,16,32,64", metavar="N,..", help="rows a slot of verifications")
     steps.add_argument("--context", metavar="N,..", help="context lengths (default 1024,8192 as far as there is room)")
     steps.add_argument("--batch", default="1", metavar="N,..", help="slots")
+    steps.add_argument("--parts", metavar="NAME,..", help="only these, as the table calls them: 'plain step,verify'")
     prompts = parser.add_argument_group("prompts mode")
     prompts.add_argument("--prompts", nargs="+", metavar="FILE", help="prompt files (.jsonl or text)")
     prompts.add_argument("--limit", type=int, default=6, metavar="N", help="prompts, taken evenly from the files")

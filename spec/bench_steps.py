@@ -27,7 +27,7 @@ from modelkit.registry import unknown_name
 from .config import GenerateConfig, load_config
 from .engine import Engine
 from .generate import describe
-from .parts import Parts, PrefillChunk, Saved, Verify, occupy, vacate
+from .parts import AttentionAlone, Parts, PrefillChunk, Saved, Verify, occupy, vacate
 from .report import machine_line, table
 from .sources import drafter_shape, shape_file, target_shapes, target_source
 from .timing import BATCH, copy_bandwidth, synchronisations, timed
@@ -36,6 +36,7 @@ from .traffic import part_bytes
 MARGIN = 256  # positions behind the context, for what the timed rounds commit
 PROMPT, NEW = 128, 2  # the request whose first token is timed
 PEER_TOKENS = 64
+PARTS = ("plain step", "verify", "attention", "draft", "tree", "accept", "commit", "round", "prefill chunk")
 
 
 def numbers(text: str, option: str) -> list[int]:
@@ -91,12 +92,14 @@ class Plan:
         contexts: committed lengths.
         batches: numbers of slots.
         room: positions a slot needs.
+        parts: of PARTS, those that are timed.
     """
 
     rows: list[int]
     contexts: list[int]
     batches: list[int]
     room: int
+    parts: tuple[str, ...]
 
     @classmethod
     def read(cls, arguments: argparse.Namespace, config: GenerateConfig) -> Plan:
@@ -115,13 +118,18 @@ class Plan:
             contexts = numbers(arguments.context, "--context")
         if max(contexts) >= limit:
             raise ValueError(f"--context {max(contexts)}: must be below the {limit} positions the target was made for")
+        parts = PARTS if arguments.parts is None else tuple(part.strip() for part in arguments.parts.split(","))
+        for part in parts:
+            if part not in PARTS:
+                raise unknown_name("part", part, PARTS)
         most = config.engine.prefill_chunk
         if max(rows) * max(batches) > most:
             raise ValueError(
                 f"--rows {max(rows)} with --batch {max(batches)}: a forward has room for {most} rows "
                 "(engine.prefill_chunk); set that higher"
             )
-        return cls(rows=rows, contexts=contexts, batches=batches, room=min(max(contexts) + MARGIN, limit))
+        room = min(max(contexts) + MARGIN, limit)
+        return cls(rows=rows, contexts=contexts, batches=batches, room=room, parts=parts)
 
     def engine(self, config: GenerateConfig, batch: int) -> Engine:
         """An engine of so many slots with room for the longest context."""
@@ -157,13 +165,13 @@ class Bench:
 
     Args:
         engine: its slots are filled here.
-        rows: nodes a slot of the verifications.
+        plan: rows and parts to time.
         bandwidth: bytes a second that fractions are of.
         repeat: timings of ten steps each.
     """
 
-    def __init__(self, engine: Engine, rows: list[int], bandwidth: float, repeat: int) -> None:
-        self.engine, self.rows, self.bandwidth, self.repeat = engine, rows, bandwidth, repeat
+    def __init__(self, engine: Engine, plan: Plan, bandwidth: float, repeat: int) -> None:
+        self.engine, self.plan, self.bandwidth, self.repeat = engine, plan, bandwidth, repeat
         self.mode = engine.config.compile.resolved_mode(engine.config.target.device)
         self.device = engine.target.device
         self._steps: dict[tuple[str, int | None], Step] = {}
@@ -184,7 +192,8 @@ class Bench:
         moved = part_bytes(engine, context)
         parts = [self._figure(key, moved[key[0]], first_runs[key], saved) for key in self._steps]
         recompiles = Counters.read().graphs - before.graphs
-        syncs = synchronisations(self._steps["round", engine.state.slots * engine.nodes], self.device)
+        whole = self._steps.get(("round", engine.state.slots * engine.nodes))
+        syncs = None if whole is None else synchronisations(whole, self.device)
         saved.restore()
         return {
             "parts": [dataclasses.asdict(part) for part in parts],
@@ -198,7 +207,8 @@ class Bench:
         parts = Parts(engine, bound).in_order()
         made: dict[tuple[str, int | None], Step] = {
             ("plain step", slots): functools.partial(engine.step, slots, bound, True),
-            **{("verify", slots * n): Verify(engine, n, bound).step for n in self.rows},
+            **{("verify", slots * n): Verify(engine, n, bound).step for n in self.plan.rows},
+            **{("attention", slots * n): AttentionAlone(engine, n, bound) for n in self.plan.rows},
             ("draft", None): parts["draft"],
             ("tree", None): parts["tree"],
             # In place of a chain as wide as the tree, if that was asked for.
@@ -212,7 +222,7 @@ class Bench:
         if self.mode != "none":  # the engine's own, which the first request has compiled already
             compiled["plain step", slots] = engine.compiled_step(slots, True)
             compiled["round", tree_rows] = engine.compiled_step(tree_rows)
-        return compiled
+        return {key: step for key, step in compiled.items() if key[0] in self.plan.parts}
 
     def _first_run(self, key: tuple[str, int | None], saved: Saved) -> float:
         part, rows = key
@@ -296,7 +306,7 @@ def run_steps(arguments: argparse.Namespace, config: GenerateConfig) -> int:
             print(_head(record, engine))
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        bench = Bench(engine, plan.rows, record["bandwidth"], arguments.repeat or 7)
+        bench = Bench(engine, plan, record["bandwidth"], arguments.repeat or 7)
         for context in plan.contexts:
             run = {"batch": batch, "context": context} | bench.run(context)
             run["peak_memory"] = torch.cuda.max_memory_allocated() if device.type == "cuda" else None

@@ -136,6 +136,47 @@ class Verify:
         self.verified.put(self.engine.verify(self.trees.get(), self.rows, self.bound))
 
 
+class AttentionAlone(nn.Module):
+    """The attention of all layers over a chain of `rows` nodes a slot, with random queries, no projections.
+
+    Args:
+        engine: every slot must hold a request.
+        rows: nodes a slot.
+        bound: see `Parts`.
+    """
+
+    def __init__(self, engine: Engine, rows: int, bound: int) -> None:
+        super().__init__()
+        self.engine, self.bound, self.rows = engine, bound, engine.state.slots * rows
+        config, target = engine.target.config, engine.target
+        shape = (self.rows, config.num_attention_heads, config.head_dim)
+        self.register_buffer("q", torch.randn(shape, device=target.device, dtype=target.dtype), persistent=False)
+        self.register_buffer("out", torch.zeros_like(self.q), persistent=False)
+        token = torch.zeros(engine.state.slots, rows, dtype=torch.int64, device=target.device)
+        self.register_buffer("token", token, persistent=False)
+
+    q: Tensor
+    out: Tensor
+    token: Tensor
+
+    @torch.no_grad()
+    def forward(self) -> None:
+        """Each layer reads its own context; the fresh K/V are whatever the scratch holds."""
+        engine, config = self.engine, self.engine.target.config
+        cache, backend = engine.state.cache, engine.target.backend
+        count = torch.full_like(engine.state.length, self.token.shape[1])
+        rows = chain(token=self.token, start=engine.state.length, count=count, rows=self.rows, bound=self.bound)
+        group = config.num_attention_heads // config.num_key_value_heads
+        plans = {
+            window: backend.plan(rows, cache, window, group=group, dtype=self.q.dtype)
+            for window in dict.fromkeys(config.windows)
+        }
+        for index, window in enumerate(config.windows):
+            view = cache.view(index)
+            k, v = view.scratch_k[: self.rows], view.scratch_v[: self.rows]
+            self.out.copy_(plans[window].attend(self.q, k, v, view, config.head_dim**-0.5))
+
+
 class PrefillChunk(nn.Module):
     """The target's forward over `prefill_chunk` rows of slot 0 behind its context; nothing is committed."""
 

@@ -46,6 +46,7 @@ def part_bytes(engine: Engine, context: int) -> dict[str, int | None]:
     """Bytes of each part with all slots at one context length; None: nothing that counts, or not known.
 
         verify, plain step  layers + norm + head + slots * K/V
+        attention           slots * K/V
         prefill chunk       layers + norm + K/V of one slot
         draft (dflash)      drafter + slots * its K/V + the target's head
         accept              slots * rows * V logits
@@ -68,6 +69,7 @@ def part_bytes(engine: Engine, context: int) -> dict[str, int | None]:
     return {
         "plain step": verify,
         "verify": verify,
+        "attention": slots * one,
         "draft": draft,
         "tree": None,
         "accept": slots * engine.nodes * config.vocab_size * element,

@@ -12,12 +12,12 @@ import torch
 from modelkit.rows import chain
 from spec import Engine, load_config
 from spec.cli import main
-from spec.parts import Held, Parts, PrefillChunk, Saved, Verify, occupy, vacate
+from spec.parts import AttentionAlone, Held, Parts, PrefillChunk, Saved, Verify, occupy, vacate
 from spec.sources import drafter_shape, shapes, target_shapes
 from spec.traffic import part_bytes
 
 CAPACITY = 96
-PARTS = {"plain step", "verify", "draft", "tree", "accept", "commit", "round", "prefill chunk"}
+PARTS = {"plain step", "verify", "attention", "draft", "tree", "accept", "commit", "round", "prefill chunk"}
 
 
 @pytest.fixture
@@ -151,6 +151,7 @@ def test_parts_are_graphs_of_their_own(tiny_targets, tiny_drafters):
     occupy(engine, texts())
     saved, parts = Saved(engine), Parts(engine, CAPACITY)
     made = {**parts.in_order(), "wide": Verify(engine, 3, CAPACITY).step, "chunk": PrefillChunk(engine, CAPACITY)}
+    made["attention"] = AttentionAlone(engine, 3, CAPACITY)
     for _ in range(2):
         for part in parts.in_order().values():
             part()
@@ -230,6 +231,41 @@ def test_steps_mode(draft, target, drafter, tmp_path, capsys):
         assert run["recompiles_while_timing"] == 0
         fractions = {part["part"]: part["fraction"] for part in run["parts"]}
         assert fractions["verify"] > 0 and (fractions["draft"] is None) == (draft == "ngram")
+
+
+def test_only_some_parts(target, tmp_path):
+    out = tmp_path / "steps.json"
+    assert steps(target, "--parts", "verify, attention", "--json", out) == 0
+    for run in json.loads(out.read_text())["runs"]:
+        assert {part["part"] for part in run["parts"]} == {"verify", "attention"}
+        assert sorted(p["rows"] for p in run["parts"] if p["part"] == "attention") == [1, 4]
+        assert all(part["bytes"] > 0 for part in run["parts"])
+
+
+def test_an_unknown_part_is_refused(target, capsys):
+    assert steps(target, "--parts", "verfy") == 2
+    assert "unknown part 'verfy'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_attention_alone_is_the_layers_attention(rows, tiny_targets, tiny_drafters):
+    """A last layer's output against softmax by hand: the context, and the rows before in the scratch."""
+    engine = engine_of(tiny_targets, tiny_drafters, "ngram", "best_first", slots=1)
+    alone = AttentionAlone(engine, rows, CAPACITY)
+    alone()
+    config, cache = engine.target.config, engine.state.cache
+    last, length = cache.layer(len(config.windows) - 1), int(cache.length[0])
+    window, group = config.windows[-1], config.num_attention_heads // config.num_key_value_heads
+    for row in range(rows):
+        first = 0 if window is None else max(0, length + row - window + 1)
+        for head in range(config.num_attention_heads):
+            kv = head // group
+            k, v = (
+                torch.cat([pages[0, kv, :length], scratch[: row + 1, kv]])[first:]
+                for pages, scratch in ((last.k, last.scratch_k), (last.v, last.scratch_v))
+            )
+            weight = (k @ alone.q[row, head] * config.head_dim**-0.5).softmax(0)
+            torch.testing.assert_close(alone.out[row, head], weight @ v, rtol=1e-4, atol=1e-5)
 
 
 def test_steps_mode_on_real_weights(tiny_targets, tmp_path, capsys):
@@ -394,12 +430,14 @@ def test_random_drafters_stay_finite(target, drafter):
 
 
 def test_eager_steps_read_the_whole_context_and_little_more(tiny_targets, tiny_drafters, monkeypatch):
-    from spec.bench_steps import Bench
+    from spec.bench_steps import PARTS as EVERY
+    from spec.bench_steps import Bench, Plan
 
     engine, seen = engine_of(tiny_targets, tiny_drafters, "dflash", "best_first", slots=1), []
     forward = engine.target.forward
     monkeypatch.setattr(engine.target, "forward", lambda rows, *rest: seen.append(rows.bound) or forward(rows, *rest))
-    bench = Bench(engine, [1], bandwidth=1e9, repeat=1)
+    plan = Plan(rows=[1], contexts=[8], batches=[1], room=CAPACITY, parts=EVERY)
+    bench = Bench(engine, plan, bandwidth=1e9, repeat=1)
     for context in (8, 16):
         seen.clear()
         bench.run(context)
