@@ -160,7 +160,10 @@ def dense_attention(visibility: Visibility) -> Attend:
     mask = visibility.dense()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        # Repeated heads: with a mask, grouped ones leave CUDA nothing but the path that writes all scores out.
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
     return attend
 

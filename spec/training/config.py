@@ -127,7 +127,7 @@ class OptimiserConfig:
         log_every: steps between lines of log.jsonl.
         chunk_blocks: blocks whose logits are in memory at once.
         attention: "auto" is "flex" (flex attention) on CUDA devices and "dense" (a mask) elsewhere.
-        compile: compile attention, the loss and the target's forward; None: on CUDA devices.
+        compile: compile attention and the loss; None: on CUDA devices.
     """
 
     steps: int

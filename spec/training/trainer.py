@@ -1,8 +1,8 @@
 """The training loop: target's features, blocks, loss, optimiser step, checkpoints that resume exactly.
 
 Everything drawn at a step follows from the seed, the step and the process alone, so a checkpoint is weights, optimiser
-state and a step number. Weights and optimiser are fp32; on CUDA the arithmetic is bf16. Several processes (torchrun)
-share the work by DDP: drafters are small, so there is nothing to gain from sharding their weights.
+state and a step number. Weights and optimiser are fp32; the arithmetic is bf16 unless the target is fp32. Several
+processes (torchrun) share the work by DDP: drafters are small, so sharding their weights would gain nothing.
 """
 
 from __future__ import annotations
@@ -173,7 +173,6 @@ class Trainer:
         self.model: nn.Module = DraftLoss(self.drafter, target, loss, train, compiled)
         if world > 1:
             self.model = nn.parallel.DistributedDataParallel(self.model)
-        self.features = compile_function(target_features, compiled)
         self.optimiser = torch.optim.AdamW(
             [
                 {"params": [p for p in self.drafter.parameters() if p.dim() > 1], "weight_decay": train.weight_decay},
@@ -223,8 +222,8 @@ class Trainer:
         batch = self.batches[self.step].to(device)
         blocks = self.blocks(self.step, batch)
         with torch.no_grad():
-            features = self.features(self.target, self.taps, batch)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            features = target_features(self.target, self.taps, batch)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.target.dtype != torch.float32):
             outcome: Outcome = self.model(batch, features, blocks)
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate(train, self.step)

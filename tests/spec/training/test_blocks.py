@@ -189,18 +189,20 @@ def test_flex_attention_sees_what_the_mask_shows(batch, causal, window):
     torch.testing.assert_close(flex_attention(visibility, kernel)(q, k, v, 0.3), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_labels_are_the_tokens_at_the_same_positions(batch, blocks):
-    for row, anchors in enumerate(ANCHORS):
-        for number, anchor in enumerate(anchors):
-            assert blocks.token[row, number].tolist() == [int(batch.token[row, anchor])] + [tiny.MASK] * 5
-            assert blocks.position[row, number, 0] == batch.position[row, anchor]
-            end = next(end for r, start, end in spans(batch) if r == row and start <= anchor < end)
-            for j in range(tiny.BLOCK):
-                place = anchor + j
-                real = DRAWN[row][number] and j > 0 and place < end and bool(batch.supervised[row, place])
-                assert bool(blocks.real[row, number, j]) == real
-                if real:
-                    assert blocks.label[row, number, j] == batch.token[row, place]
+def test_labels_are_the_tokens_at_the_same_positions(batch):
+    anchors = [[5, 8, 10, 20], *ANCHORS[1:]]  # of the block at 10, a last token, the rows reach into the next answer
+    blocks = make_blocks(batch, torch.tensor(anchors), torch.tensor(DRAWN), block=tiny.BLOCK, mask_token=tiny.MASK)
+    for row, number in ((row, number) for row in range(2) for number in range(4)):
+        anchor = anchors[row][number]
+        assert blocks.token[row, number].tolist() == [int(batch.token[row, anchor])] + [tiny.MASK] * 5
+        assert blocks.position[row, number, 0] == batch.position[row, anchor]
+        end = next(end for r, start, end in spans(batch) if r == row and start <= anchor < end)
+        for j in range(tiny.BLOCK):
+            place = anchor + j
+            real = DRAWN[row][number] and j > 0 and place < end and bool(batch.supervised[row, place])
+            assert bool(blocks.real[row, number, j]) == real
+            if real:
+                assert blocks.label[row, number, j] == batch.token[row, place]
 
 
 def test_row_j_is_compared_with_the_token_at_anchor_plus_j(target, batch, blocks, monkeypatch):

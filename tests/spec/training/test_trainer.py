@@ -1,7 +1,9 @@
 """Runs of the trainer: resumed exactly, the target left alone, files that the drafter loads, mistakes refused early."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from spec.sources import shapes  # noqa: E402
 from spec.training.config import OptimiserConfig, load_training_config  # noqa: E402
 from spec.training.folder import default_taps, parameter_count, published_config  # noqa: E402
 from spec.training.store import Document, Store, target_identity  # noqa: E402
-from spec.training.trainer import Trainer, fresh_drafter, learning_rate  # noqa: E402
+from spec.training.trainer import Trainer, fresh_drafter, learning_rate, target_features  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -210,3 +212,36 @@ def test_a_loss_that_is_not_finite_ends_the_run(target, data, tmp_path):
         run.drafter.fc.weight.fill_(float("nan"))
     with pytest.raises(RuntimeError, match="the loss at step 8 is nan: try a smaller learning_rate"):
         run.run_all()
+
+
+def test_two_processes_step_by_their_mean_gradient(target, data, tmp_path, monkeypatch):
+    """One step under torchrun against the same step by hand."""
+    changes = {"train.steps": 1, "train.sequences": 1}
+    config = tmp_path / "train.toml"
+    lines = []
+    for name, table in tables(target, data, tmp_path / "out").items():
+        lines += [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in table.items())]
+    config.write_text("\n".join(lines))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "spec.cli"]
+    command += ["train", "--config", str(config), "--only", "train"]
+    command += [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(root)})
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", lambda module: module)
+    ranks = [trainer(target, data, tmp_path / "hand", changes, rank=rank, world=2) for rank in range(2)]
+    for run in ranks:
+        batch = run.batches[0]
+        features = target_features(run.target, run.taps, batch)
+        run.model(batch, features, run.blocks(0, batch)).loss.backward()
+    first, second = (list(run.drafter.parameters()) for run in ranks)
+    assert not torch.equal(first[0].grad, second[0].grad)
+    for a, b in zip(first, second, strict=True):
+        a.grad = (a.grad + b.grad) / 2
+    torch.nn.utils.clip_grad_norm_(first, 1.0)
+    for group in ranks[0].optimiser.param_groups:
+        group["lr"] = learning_rate(ranks[0].train_config, 0)
+    ranks[0].optimiser.step()
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    for name, parameter in ranks[0].drafter.named_parameters():
+        torch.testing.assert_close(stored[name], parameter.detach(), rtol=1e-3, atol=1e-5)
