@@ -39,6 +39,7 @@ class DataConfig:
         temperatures: of answers, in turn.
         max_prompt_tokens: longest prompt, the chat template's tokens counted; documents with longer ones are left out.
         max_new_tokens: longest answer.
+        loop_rounds: an answer that ends in a loop keeps so many rounds of it, see `training/loops.py`; None keeps all.
         slots: documents written at the same time.
         prefill_chunk: prompt tokens run through the target at once.
         shard_documents: documents a shard; an interrupted run loses at most the shard it was writing.
@@ -52,13 +53,22 @@ class DataConfig:
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     max_prompt_tokens: int = 160
     max_new_tokens: int = 512
+    loop_rounds: int | None = 3
     slots: int = 16
     prefill_chunk: int = 64
     shard_documents: int = 1024
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = ("documents", "max_prompt_tokens", "max_new_tokens", "slots", "prefill_chunk", "shard_documents")
+        counts = (
+            "documents",
+            "loop_rounds",
+            "max_prompt_tokens",
+            "max_new_tokens",
+            "slots",
+            "prefill_chunk",
+            "shard_documents",
+        )
         at_least(self, 1, *counts)
         if self.documents % self.shard_documents:
             raise ValueError(

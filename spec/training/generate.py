@@ -22,6 +22,7 @@ from ..prompts import as_chat, encode_all, read_prompts
 from ..requests import Completion, Settings
 from ..text import encode
 from .config import DataConfig, TrainingConfig
+from .loops import cut_loop
 from .store import Document, Store
 
 USER, ANSWER = 0, 1  # turns, as far as seeds are concerned
@@ -108,7 +109,8 @@ class Writer:
     def recipe(self) -> dict[str, Any]:
         """What decides a document besides its number, for the manifest."""
         names = (
-            "prompt_temperatures", "temperatures", "max_prompt_tokens", "max_new_tokens", "shard_documents", "seed",
+            "prompt_temperatures", "temperatures", "max_prompt_tokens", "max_new_tokens", "loop_rounds",
+            "shard_documents", "seed",
         )  # fmt: skip
         recipe = {name: getattr(self.data, name) for name in names} | {"dtype": str(self.engine.target.dtype)}
         prompts = hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest() if self.prompts else None
@@ -139,7 +141,13 @@ class Writer:
             for index in asked
         ]  # fmt: skip
         answers = self._run(list(asked.values()), settings, progress)
-        return [Document(prompt=p, answer=c.token_ids) for p, c in zip(asked.values(), answers, strict=True)]
+        return [
+            Document(prompt=prompt, answer=self._without_loop(answer.token_ids))
+            for prompt, answer in zip(asked.values(), answers, strict=True)
+        ]
+
+    def _without_loop(self, tokens: list[int]) -> list[int]:
+        return tokens if self.data.loop_rounds is None else cut_loop(tokens, self.data.loop_rounds)
 
     def _is_new(self, index: int) -> bool:
         """Not the second greedy answer to a prompt of the file."""

@@ -1,5 +1,6 @@
 """Data that a target writes: the same whether or not it was interrupted, and never another target's."""
 
+import itertools
 import json
 import shutil
 import sys
@@ -14,6 +15,7 @@ import dflash_helpers as tiny  # noqa: E402
 
 from spec.training.config import load_training_config  # noqa: E402
 from spec.training.generate import Template, Writer, write_data  # noqa: E402
+from spec.training.loops import cut_loop  # noqa: E402
 from spec.training.store import Document, Store, target_identity  # noqa: E402
 
 
@@ -117,6 +119,17 @@ def test_prompts_of_a_file(target, tmp_path):
     assert found == prompts[:2] * 3
     answers = [corpus.token[corpus.offset[i] + corpus.prompt[i] : corpus.offset[i + 1]].tolist() for i in range(6)]
     assert answers[2] != answers[4] or answers[3] != answers[5]  # seeds differ
+
+
+def test_loops_are_cut(target, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"token_ids": [i, i + 1]}) + "\n" for i in range(8)))
+    how = {"prompts": str(file), "documents": 8, "temperatures": [0.0], "max_new_tokens": 120}
+    answers = {}
+    for rounds in (None, 1):
+        corpus = write(target, tmp_path / str(rounds), **how, loop_rounds=rounds).load()
+        answers[rounds] = [corpus.token[a + 2 : b].tolist() for a, b in itertools.pairwise(corpus.offset.tolist())]
+    assert answers[1] == [cut_loop(answer, 1) for answer in answers[None]] != answers[None]
 
 
 def test_data_of_another_target_is_refused(target, tmp_path):
