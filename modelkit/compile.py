@@ -39,6 +39,21 @@ def compile_step(step: Step, mode: str) -> Step:
     return torch.no_grad()(compiled)
 
 
+def compile_function(function: Callable[..., Any], enabled: bool = True) -> Callable[..., Any]:
+    """A function of tensors, for training: compiled whole, for each set of shapes it meets.
+
+    Args:
+        function: results go out as they are; gradients flow through where they did.
+        enabled: False gives the function back.
+    """
+    if not enabled:
+        return function
+    keep_compiled_code()
+    _shorten_log()
+    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False)
+    return compiled
+
+
 def _shorten_log() -> None:
     """Name an operator in inductor's log without its arguments.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 COMMANDS = {
     "generate": ("spec.generate", "complete prompts with speculative decoding"),
+    "train": ("spec.train", "train a DFlash drafter for a target, on text that the target writes"),
     "bench": ("spec.bench", "time the parts of a round, or whole prompts, and public peers, in one run"),
     "trace": ("spec.trace", "profile rounds: launched ahead or not, idle time, kernels; writes a Chrome trace"),
     "check-lossless": ("spec.check_lossless", "compare tokens with plain decoding for drafters x trees"),

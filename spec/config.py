@@ -160,10 +160,14 @@ class GenerateConfig:
         return tables
 
 
-def shipped_configs() -> dict[str, Path]:
-    """Configs inside the package, by name."""
+TRAINING_PREFIX = "train-"
+
+
+def shipped_configs(training: bool = False) -> dict[str, Path]:
+    """Configs inside the package, by name: of `generate` and its like, or those of `train`."""
     folder = Path(str(resources.files("spec"))) / "configs"
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    paths = sorted(folder.glob("*.toml"))
+    return {path.stem: path for path in paths if path.stem.startswith(TRAINING_PREFIX) == training}
 
 
 def load_config(
@@ -180,11 +184,31 @@ def load_config(
         ValueError: no such config, not TOML, or a value that is refused.
     """
     if isinstance(source, GenerateConfig):
-        tables: dict[str, Any] = source.to_tables()
-    elif isinstance(source, Mapping):
+        source = source.to_tables()
+    return GenerateConfig.from_tables(read_tables(source, overrides, shipped_configs(), DEFAULTS))
+
+
+def read_tables(
+    source: str | Path | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None,
+    shipped: Mapping[str, Path],
+    defaults: Mapping[str, str],
+) -> dict[str, Any]:
+    """The tables of a config with its overrides, not parsed yet.
+
+    Args:
+        source: a shipped name, a TOML path, or tables.
+        overrides: dotted keys to values, see `load_config`.
+        shipped: what a name may be.
+        defaults: strategies of tables that name none.
+
+    Raises:
+        ValueError: no such config, not TOML, or an override that is not written table.key.
+    """
+    if isinstance(source, Mapping):
         tables = {name: dict(table) if isinstance(table, Mapping) else table for name, table in source.items()}
     else:
-        tables = _read_toml(source)
+        tables = _read_toml(source, shipped)
     changes = dict(overrides or {})
     for key in sorted(changes, key=lambda key: not key.endswith(".name")):
         table, dot, name = key.partition(".")
@@ -193,14 +217,13 @@ def load_config(
         entry = tables.setdefault(table, {})
         if not isinstance(entry, dict):
             raise ValueError(f"[{table}] must be a table, got {entry!r}")
-        if name == "name" and entry.get("name", DEFAULTS.get(table)) != changes[key]:
+        if name == "name" and entry.get("name", defaults.get(table)) != changes[key]:
             entry.clear()
         entry[name] = changes[key]
-    return GenerateConfig.from_tables(tables)
+    return tables
 
 
-def _read_toml(source: str | Path) -> dict[str, Any]:
-    shipped = shipped_configs()
+def _read_toml(source: str | Path, shipped: Mapping[str, Path]) -> dict[str, Any]:
     path = Path(source).expanduser()
     if str(source) in shipped:
         path = shipped[str(source)]

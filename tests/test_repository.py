@@ -71,6 +71,10 @@ def test_no_init_files_under_tests():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_shipped_config_loads(path):
-    from spec.config import GenerateConfig, load_config
+    from spec.config import TRAINING_PREFIX, GenerateConfig, load_config
+    from spec.training.config import TrainingConfig, load_training_config
 
-    assert isinstance(load_config(path.stem), GenerateConfig)
+    if path.stem.startswith(TRAINING_PREFIX):
+        assert isinstance(load_training_config(path.stem), TrainingConfig)
+    else:
+        assert isinstance(load_config(path.stem), GenerateConfig)

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from modelkit.compile import Counters, compile_step
+from modelkit.compile import Counters, compile_function, compile_step
 
 own_compile = torch.compile  # noqa: TID251
 
@@ -75,3 +75,14 @@ def test_gradient_mode_of_the_caller_does_not_matter(monkeypatch):
 def test_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="unknown compile mode 'fast'; known: none, default"):
         compile_step(lambda: None, "fast")
+
+
+def test_functions_for_training_are_compiled_whole_with_their_gradients(monkeypatch):
+    assert compile_function(torch.sin, False) is torch.sin
+    asked = []
+    trace = functools.partial(own_compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", lambda f, **how: asked.append(how) or trace(f, **how))
+    x = torch.ones(3, requires_grad=True)
+    compile_function(lambda x: (x * x).sum())(x).backward()
+    assert x.grad.tolist() == [2.0] * 3
+    assert asked == [{"fullgraph": True, "dynamic": False}]

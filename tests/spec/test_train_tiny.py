@@ -1,9 +1,9 @@
-"""From training to acceptance: a target and a DFlash drafter, trained here by plain code on a language of cycles.
+"""From data to acceptance: `flashtree train` on a target that was trained here on a language of cycles.
 
-The forward is written from the paper's definitions, so a high acceptance says that the product means the same by
-positions, masks, taps and files as a training script does.
+The target's forward is written out plainly; the drafter's training is the product's, on text the target writes itself.
 """
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -13,17 +13,50 @@ import pytest
 torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+
 import dflash_helpers as tiny  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+
+from spec.cli import main  # noqa: E402
 
 SEED, LETTERS, MODES, LENGTH, BLOCK = 0, 20, 3, 36, 6
 MASK = LETTERS + MODES
 SIZES = {"vocab_size": MASK + 1, "hidden_size": 32, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 16}
 TARGET = tiny.TARGET | SIZES | {"num_hidden_layers": 3}
-DRAFTER = tiny.DRAFTER | SIZES | {
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_target_layers": 3, "block_size": BLOCK,
-    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [2, 0]},
-}  # fmt: skip
+CONFIG = """
+[target]
+path = "{target}"
+dtype = "float32"
+[data]
+folder = "{root}/data"
+prompts = "{root}/seen.jsonl"
+documents = 60
+shard_documents = 20
+temperatures = [0.0, 0.3]
+max_new_tokens = {new}
+[drafter]
+layers = 2
+block_size = {block}
+target_layer_ids = [2, 0]
+mask_token_id = {mask}
+[loss]
+name = "decay"
+gamma = 4.0
+[train]
+steps = 160
+sequence_length = 72
+sequences = 12
+anchors = 6
+learning_rate = 1e-2
+weight_decay = 0.0
+[output]
+folder = "{root}/drafter"
+dtype = "float32"
+[evaluate]
+prompts = ["{root}/held.jsonl"]
+max_new_tokens = 30
+budgets = [12]
+"""
 
 
 def language(generator):
@@ -77,20 +110,6 @@ def target_forward(weights, text):
     return F.linear(norm(x, weights["norm.weight"]), weights["lm_head.weight"]), states
 
 
-def drafter_forward(weights, target, features, anchor, start):
-    """Logits of the block's rows [B, BLOCK, V]: context is every position before `start`, rows see the whole block."""
-    block = torch.full((len(start), BLOCK), MASK)
-    block[:, 0] = anchor
-    x, length = target["embed_tokens.weight"][block], features.shape[1]
-    context = norm(F.linear(features, weights["fc.weight"]), weights["hidden_norm.weight"])
-    key = torch.arange(length + BLOCK)
-    seen = ((key < start[:, None]) | (key >= length))[:, None, None].expand(-1, 1, BLOCK, -1)
-    position = torch.where(key < length, key, start[:, None] + key - length)
-    for index in range(DRAFTER["num_hidden_layers"]):
-        x = layer(weights, index, x, context, seen, position)
-    return F.linear(norm(x, weights["norm.weight"]), target["lm_head.weight"])
-
-
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
     """Tensors are tiny: several threads only wait for each other."""
@@ -117,35 +136,30 @@ def train(weights, steps, loss_of):
 
 @pytest.fixture(scope="module")
 def trained(one_thread, tmp_path_factory):
-    """(target folder, drafter folder, held-out prompts)"""
+    """(target folder, drafter folder, held-out prompts, evaluation records)"""
     generator = torch.Generator().manual_seed(SEED)
     texts = language(generator)
     held_out = torch.rand(MODES, LETTERS, generator=generator) < 0.2
     usable = texts[~held_out]
-    target, drafter = tiny.random_weights(TARGET, SEED + 1), tiny.random_weights(DRAFTER, SEED + 2)
+    weights = tiny.random_weights(TARGET, SEED + 1)
 
     def target_loss():
         text = usable[torch.randint(len(usable), (12,), generator=generator)]
-        logits = target_forward(target, text)[0]
+        logits = target_forward(weights, text)[0]
         return F.cross_entropy(logits[:, 1:-1].flatten(0, 1), text[:, 2:].flatten())
 
-    train(target, 90, target_loss)
-    states = target_forward(target, usable)[1]
-    features = torch.cat([states[i] for i in DRAFTER["dflash_config"]["target_layer_ids"]], -1)
-    decay = (-torch.arange(BLOCK - 1) / 4).exp()
-
-    def drafter_loss():
-        index = torch.randint(len(usable), (48,), generator=generator)
-        start = torch.randint(2, LENGTH - BLOCK + 1, (len(index),), generator=generator)
-        label = usable[index].gather(1, start[:, None] + torch.arange(BLOCK))
-        logits = drafter_forward(drafter, target, features[index], label[:, 0], start)
-        each = F.cross_entropy(logits[:, 1:].flatten(0, 1), label[:, 1:].flatten(), reduction="none")
-        return (each.view(-1, BLOCK - 1) * decay).sum() / (decay.sum() * len(index))
-
-    train(drafter, 160, drafter_loss)
+    train(weights, 90, target_loss)
     root = tmp_path_factory.mktemp("trained")
-    folders = tiny.save_folder(root / "target", TARGET, target), tiny.save_folder(root / "drafter", DRAFTER, drafter)
-    return *folders, [text[:4].tolist() for text in texts[held_out]]
+    target = tiny.save_folder(root / "target", TARGET, weights)
+    files = {name: root / f"{name}.jsonl" for name in ("seen", "held")}
+    for name, some in (("seen", usable), ("held", texts[held_out])):
+        length = 2 if name == "seen" else 4
+        files[name].write_text("".join(json.dumps({"token_ids": text[:length].tolist()}) + "\n" for text in some))
+    config = root / "train.toml"
+    config.write_text(CONFIG.format(target=target, root=root, mask=MASK, block=BLOCK, new=LENGTH - 2))
+    assert main(["train", "--config", str(config), "--json", str(root / "found.json")]) == 0
+    prompts = [text[:4].tolist() for text in texts[held_out]]
+    return target, root / "drafter", prompts, json.loads((root / "found.json").read_text())
 
 
 def acceptance(target, drafter, prompts, tree):
@@ -162,15 +176,36 @@ def acceptance(target, drafter, prompts, tree):
     "tree", [{"name": "chain"}, {"name": "best_first", "budget": 12}], ids=lambda tree: tree["name"]
 )
 def test_a_trained_drafter_is_accepted(trained, tree):
-    target, drafter, prompts = trained
+    target, drafter, prompts, _ = trained
     assert len(prompts) >= 8 and acceptance(target, drafter, prompts, tree) > 2.5
+
+
+def test_the_evaluation_says_so(trained):
+    target, drafter, prompts, records = trained
+    assert [(r["tree"], r["budget"]) for r in records] == [("chain", BLOCK - 1), ("best_first", 12)]
+    for record, tree in zip(records, ({"name": "chain"}, {"name": "best_first", "budget": 12}), strict=True):
+        assert record["mean_acceptance_length"] == pytest.approx(acceptance(target, drafter, prompts, tree), abs=0.02)
+    # On the spine the chain's best token is right exactly where the chain accepts it (but where a text ends).
+    rates = records[0]["acceptance_rate_per_position"]
+    conditional = [rates[0]] + [b / a for a, b in itertools.pairwise(rates)]
+    assert records[0]["on_spine"] == pytest.approx(conditional, abs=0.08)
+    assert records[0]["off_spine"] == [None] * (BLOCK - 1)
+    assert any(share is not None for share in records[1]["off_spine"])
+
+
+def test_the_log_says_so_too(trained):
+    lines = [json.loads(line) for line in (trained[1] / "log.jsonl").read_text().splitlines()]
+    assert lines[-1]["acceptance_length"] > 2.5 > lines[0]["acceptance_length"]
+    assert len(lines[-1]["accuracy"]) == BLOCK - 1 and lines[-1]["loss"] < lines[0]["loss"]
 
 
 @pytest.mark.filterwarnings("ignore:not one token")
 def test_a_miswired_drafter_is_not(trained, tmp_path):
     """The same weights behind taps in the wrong order: the right length above is the wiring's merit."""
-    target, drafter, prompts = trained
-    config = tiny.changed(DRAFTER, {"dflash_config": {"target_layer_ids": [0, 2]}})
+    target, drafter, prompts, _ = trained
+    config = tiny.changed(
+        json.loads((drafter / "config.json").read_text()), {"dflash_config": {"target_layer_ids": [0, 2]}}
+    )
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(drafter / "model.safetensors")
     assert acceptance(target, tmp_path, prompts, {"name": "chain"}) < 2.0

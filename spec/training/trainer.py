@@ -1,0 +1,313 @@
+"""The training loop: target's features, blocks, loss, optimiser step, checkpoints that resume exactly.
+
+Everything drawn at a step follows from the seed, the step and the process alone, so a checkpoint is weights, optimiser
+state and a step number. Weights and optimiser are fp32; the arithmetic is bf16 unless the target is fp32. Several
+processes (torchrun) share the work by DDP: drafters are small, so sharding their weights would gain nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from modelkit.compile import compile_function
+from modelkit.model import Transformer
+from modelkit.rows import flatten, pack_bits
+
+from ..draft.dflash_config import DFlashConfig
+from ..draft.dflash_model import DFlashModel
+from .blocks import Attend, Blocks, Visibility, dense_attention, draft_hidden, draw_anchors, flex_attention, make_blocks
+from .config import OptimiserConfig, TrainingConfig
+from .folder import write_folder
+from .loss import LOSSES, Head, Loss, Outcome, acceptance, block_loss, make_chunk_loss
+from .packing import Batch, Batches, Corpus
+
+CHECKPOINT = "checkpoint.pt"
+LOG = "log.jsonl"
+SPREAD = 0.02  # of fresh matrices, as Qwen3's own
+# What may differ between a run and its continuation: no result depends on it but by rounding.
+FREE = ("checkpoint_every", "log_every", "chunk_blocks", "attention", "compile")
+
+
+def target_features(target: Transformer, taps: tuple[int, ...], batch: Batch) -> Tensor:
+    """The tapped layers' outputs at every token, [S, T, K * H]; documents do not see each other."""
+    slots, length = batch.token.shape
+    local = torch.arange(length, device=batch.token.device)
+    seen = (local <= local[:, None]) & (batch.document[:, :, None] == batch.document[:, None])
+    rows = flatten(
+        token=batch.token, parent=(local - 1).expand(slots, length), valid=batch.document >= 0,
+        ancestors=pack_bits(seen), position=batch.position, count=torch.full_like(batch.token[:, 0], length),
+        rows=slots * length, bound=0,
+    )  # fmt: skip
+    features: Tensor | None = target(rows, None, taps).taps
+    assert features is not None
+    return features.view(slots, length, -1)
+
+
+class DraftLoss(nn.Module):
+    """Drafter and loss as one module, so that DDP sees a forward that ends in a scalar.
+
+    Args:
+        drafter: its parameters are the only ones.
+        target: its embedding and head are read, frozen.
+        loss: the strategy.
+        config: how to run it.
+        compiled: compile the loss and attention.
+    """
+
+    def __init__(
+        self, drafter: DFlashModel, target: Transformer, loss: Loss, config: OptimiserConfig, compiled: bool
+    ) -> None:
+        super().__init__()
+        published = drafter.config
+        self.drafter, self.loss, self.chunk_blocks = drafter, loss, config.chunk_blocks
+        # Not parameters of this module: a list hides them from it.
+        self._embedding = [target.embed_tokens.weight.detach()]
+        head = Head(
+            weight=target.lm_head.weight.detach(), multiplier=published.output_multiplier,
+            cap=published.final_logit_softcapping,
+        )  # fmt: skip
+        self.chunk_loss = compile_function(make_chunk_loss(loss, head), compiled)
+        self.attention = attention_of(config.attention, target.device, compiled)
+
+    def forward(self, batch: Batch, features: Tensor, blocks: Blocks) -> Outcome:
+        """Loss of the batch's blocks; arguments as in `draft_hidden`."""
+        embedded = F.embedding(blocks.token, self._embedding[0]) * self.drafter.config.input_embedding_scale
+        hidden = draft_hidden(self.drafter, features, embedded, batch, blocks, self.attention)
+        # The anchor's own row predicts nothing.
+        return block_loss(
+            hidden[:, :, 1:].flatten(0, 1), blocks.label[:, :, 1:].flatten(0, 1), blocks.real[:, :, 1:].flatten(0, 1),
+            loss=self.loss, chunk_loss=self.chunk_loss, chunk_blocks=self.chunk_blocks,
+        )  # fmt: skip
+
+
+def attention_of(name: str, device: torch.device, compiled: bool) -> Callable[[Visibility], Attend]:
+    """The attention path by name.
+
+    Raises:
+        ValueError: flex attention on a device where it has no backward.
+    """
+    if name == "auto":
+        name = "flex" if device.type == "cuda" else "dense"
+    if name == "dense":
+        return dense_attention
+    if device.type != "cuda":
+        raise ValueError(f"attention = 'flex': flex attention has no backward on '{device}'; use 'dense'")
+    from torch.nn.attention.flex_attention import flex_attention as kernel
+
+    compiled_kernel = compile_function(kernel, compiled)
+    return lambda visibility: flex_attention(visibility, compiled_kernel)
+
+
+def fresh_drafter(published: DFlashConfig, hidden: int, seed: int) -> DFlashModel:
+    """A drafter before training: matrices of normal numbers, norms 1; made on the CPU, the same for every device."""
+    model = DFlashModel(published, hidden)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, SPREAD, generator=generator)
+    return model
+
+
+def learning_rate(config: OptimiserConfig, step: int) -> float:
+    """Linear warm-up, then a cosine down to 0 behind the last step."""
+    warm = math.ceil(config.warmup * config.steps)
+    if step < warm:
+        return config.learning_rate * (step + 1) / warm
+    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(config.steps - warm, 1)))
+
+
+class Trainer:
+    """One process of a run.
+
+    Args:
+        config: the run.
+        target: frozen; not changed.
+        published: the drafter's config.json.
+        corpus: training data.
+        run: what identifies the run; a checkpoint of another one is refused.
+        rank, world: of the process.
+
+    Raises:
+        ValueError: no usable document, or the output folder is not this run's.
+    """
+
+    def __init__(
+        self, config: TrainingConfig, target: Transformer, published: dict[str, Any], corpus: Corpus, *,
+        run: dict[str, Any], rank: int = 0, world: int = 1,
+    ) -> None:  # fmt: skip
+        self.config, self.train_config, self.target, self.published = config, config.train, target, published
+        self.rank, self.world = rank, world
+        train = config.train
+        self.run = run | {
+            "drafter": published,
+            "loss": {"name": config.loss.name} | dataclasses.asdict(config.loss.config),
+            "train": {k: v for k, v in dataclasses.asdict(train).items() if k not in FREE},
+            "world": world,
+            "data": {"documents": corpus.documents, "tokens": len(corpus.token)},
+        }
+        self.folder = Path(config.output.folder).expanduser()
+        self.batches = Batches(
+            corpus, length=train.sequence_length, sequences=train.sequences, seed=train.seed, rank=rank, world=world
+        )
+        drafter_config = DFlashConfig.from_dict(published, "[drafter]")
+        self.taps, self.block = drafter_config.target_layer_ids, drafter_config.block_size
+        self.mask_token = drafter_config.mask_token_id
+        self.drafter = fresh_drafter(drafter_config, target.config.hidden_size, train.seed).to(target.device)
+        self.drafter.prepare()
+        compiled = target.device.type == "cuda" if train.compile is None else train.compile
+        loss = LOSSES.get(config.loss.name)(config.loss.config)  # type: ignore[call-arg]
+        self.model: nn.Module = DraftLoss(self.drafter, target, loss, train, compiled)
+        if world > 1:
+            self.model = nn.parallel.DistributedDataParallel(self.model)
+        self.optimiser = torch.optim.AdamW(
+            [
+                {"params": [p for p in self.drafter.parameters() if p.dim() > 1], "weight_decay": train.weight_decay},
+                {"params": [p for p in self.drafter.parameters() if p.dim() == 1], "weight_decay": 0.0},
+            ],
+            lr=train.learning_rate, betas=(0.9, 0.95), fused=target.device.type == "cuda",
+        )  # fmt: skip
+        self.step = 0
+        self._resume()
+
+    def _resume(self) -> None:
+        file = self.folder / CHECKPOINT
+        if not file.is_file():
+            return
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        check_run(saved["run"], self.run, self.folder)
+        self.drafter.load_state_dict(saved["model"])
+        self.optimiser.load_state_dict(saved["optimiser"])
+        self.step = saved["step"]
+
+    def save(self) -> None:
+        """Write the checkpoint, and the drafter as it is now in the published format; the first process does."""
+        if self.rank:
+            return
+        write_folder(self.folder, self.published, self.drafter, self.config.output.dtype)
+        saved = {
+            "run": self.run, "step": self.step, "model": self.drafter.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+        }  # fmt: skip
+        partial = self.folder / (CHECKPOINT + ".partial")
+        torch.save(saved, partial)
+        os.replace(partial, self.folder / CHECKPOINT)
+
+    def blocks(self, step: int, batch: Batch) -> Blocks:
+        """The step's blocks at anchors of its own."""
+        generator = torch.Generator().manual_seed((self.train_config.seed << 40) + step * self.world + self.rank)
+        anchor, drawn = draw_anchors(batch, self.train_config.anchors, generator)
+        return make_blocks(batch, anchor, drawn, block=self.block, mask_token=self.mask_token)
+
+    def run_step(self) -> dict[str, Tensor]:
+        """One optimiser step.
+
+        Returns:
+            loss, gradient norm, accuracy of each depth and acceptance length, on the device.
+        """
+        train, device = self.train_config, self.target.device
+        batch = self.batches[self.step].to(device)
+        blocks = self.blocks(self.step, batch)
+        with torch.no_grad():
+            features = target_features(self.target, self.taps, batch)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.target.dtype != torch.float32):
+            outcome: Outcome = self.model(batch, features, blocks)
+        for group in self.optimiser.param_groups:
+            group["lr"] = learning_rate(train, self.step)
+        self.optimiser.zero_grad(set_to_none=True)
+        torch.autograd.backward(outcome.loss)
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), train.clip)
+        self.optimiser.step()
+        self.step += 1
+        accuracy, length = acceptance(outcome)
+        return {"loss": outcome.loss.detach(), "norm": norm, "accuracy": accuracy, "acceptance_length": length}
+
+    def run_all(self, stop_after: int | None = None) -> None:
+        """Train from the step at hand to the last one, or to `stop_after`; ends with a checkpoint.
+
+        Raises:
+            RuntimeError: the loss is not finite.
+        """
+        from tqdm import tqdm
+
+        train = self.train_config
+        end = min(train.steps, stop_after or train.steps)
+        if self.step >= end:
+            return
+        hidden = True if self.rank else None
+        recent: list[dict[str, Tensor]] = []
+        since = time.perf_counter()
+        with tqdm(total=train.steps, initial=self.step, unit="step", disable=hidden) as bar:
+            while self.step < end:
+                recent.append(self.run_step())
+                bar.update(1)
+                if self.step % train.log_every == 0 or self.step == end:
+                    now = time.perf_counter()
+                    bar.set_postfix_str(self._log(recent, now - since))
+                    recent, since = [], now
+                if self.step % train.checkpoint_every == 0 or self.step == end:
+                    self.save()
+
+    def _log(self, recent: list[dict[str, Tensor]], seconds: float) -> str:
+        mean: dict[str, Any] = {
+            name: torch.stack([r[name].float() for r in recent]).mean(0).tolist() for name in recent[0]
+        }
+        if not math.isfinite(mean["loss"]):
+            raise RuntimeError(f"the loss at step {self.step} is {mean['loss']}: try a smaller learning_rate")
+        if not self.rank:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            line = {
+                "step": self.step, "epoch": self.batches.place(self.step - 1)[0],
+                "learning_rate": learning_rate(self.train_config, self.step - 1),
+                "steps_per_second": len(recent) / seconds,
+            }  # fmt: skip
+            with (self.folder / LOG).open("a", encoding="utf-8") as log:
+                log.write(json.dumps(line | mean) + "\n")
+        accuracy = mean["accuracy"]
+        some = " ".join(f"{accuracy[i]:.2f}" for i in sorted({0, len(accuracy) // 2, len(accuracy) - 1}))
+        return f"loss {mean['loss']:.3f}, right {some}, acceptance {mean['acceptance_length']:.2f}"
+
+
+def check_output(folder: Path) -> None:
+    """Refuse an output folder that holds anything but a run's checkpoint.
+
+    Raises:
+        ValueError: it does.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output folder {folder} is a file")
+    if folder.is_dir() and not (folder / CHECKPOINT).is_file():
+        strange = [p.name for p in folder.iterdir() if p.name != LOG and not p.name.endswith(".partial")]
+        if strange:
+            raise ValueError(f"output folder {folder} holds {strange[0]} but no checkpoint; give another folder")
+
+
+def check_run(saved: dict[str, Any], run: dict[str, Any], folder: Path) -> None:
+    """Refuse a checkpoint of another run.
+
+    Raises:
+        ValueError: it differs; the message says where.
+    """
+
+    def flat(value: Any, name: str = "") -> dict[str, Any]:
+        if not isinstance(value, dict):
+            return {name: json.loads(json.dumps(value))}
+        return {k: v for key, item in value.items() for k, v in flat(item, f"{name}.{key}" if name else key).items()}
+
+    old, new = flat(saved), flat(run)
+    if changed := sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key)):
+        shown = ", ".join(f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in changed[:3])
+        raise ValueError(f"output folder {folder} holds a checkpoint of another run ({shown}); give another folder")

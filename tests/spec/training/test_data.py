@@ -1,0 +1,183 @@
+"""Data that a target writes: the same whether or not it was interrupted, and never another target's."""
+
+import itertools
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import dflash_helpers as tiny  # noqa: E402
+
+from spec.training.config import load_training_config  # noqa: E402
+from spec.training.generate import Template, Writer, write_data  # noqa: E402
+from spec.training.loops import cut_loop  # noqa: E402
+from spec.training.store import Document, Store, target_identity  # noqa: E402
+
+
+def add_tokenizer(folder):
+    """Words w3..w49, roles, and <end> (id 2), which the target ends at; every turn ends with it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["<unk>", "<user>", "<end>", *(f"w{i}" for i in range(3, 50)), "<assistant>", "<pad>", "<mask>"]
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<unk>", "<user>", "<end>", "<assistant>", "<pad>", "<mask>"])
+    made.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "eos_token": "<end>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    weights = tiny.random_weights(tiny.TARGET, 1)
+    weights["lm_head.weight"] *= 0.3  # nearly every token may come, the end among them
+    config = tiny.TARGET | {"eos_token_id": 2}
+    folder = tiny.save_folder(tmp_path_factory.mktemp("data") / "target", config, weights)
+    add_tokenizer(folder)
+    return folder
+
+
+def config_of(target, folder, **data):
+    tables = {
+        "target": {"path": str(target), "dtype": "float32"},
+        "data": {
+            "folder": str(folder), "documents": 24, "shard_documents": 8, "slots": 8, "max_prompt_tokens": 36,
+            "max_new_tokens": 9, "temperatures": [0.0, 0.8],
+        } | data,
+        "drafter": {"mask_token_id": tiny.MASK}, "train": {"steps": 1}, "output": {"folder": "x"},
+    }  # fmt: skip
+    return load_training_config(tables)
+
+
+def write(target, folder, **data):
+    store = Store(folder, target_identity(target))
+    write_data(config_of(target, folder, **data), store, lambda line: None)
+    return store
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_user_turns_are_made_up(target, tmp_path):
+    store = write(target, tmp_path / "data")
+    corpus = store.load()
+    assert store.shards == 3 and 6 <= store.documents == corpus.documents <= 24
+    texts = set()
+    for i in range(corpus.documents):
+        start, end = corpus.offset[i : i + 2].tolist()
+        prompt = corpus.token[start : start + corpus.prompt[i]].tolist()
+        answer = corpus.token[start + corpus.prompt[i] : end].tolist()
+        assert prompt[0] == 1 and prompt[-2:] == [2, 50] and 3 < len(prompt) <= 36  # <user> ... <end> <assistant>
+        assert 2 not in prompt[:-2] and 2 not in answer[:-1]
+        assert 1 <= len(answer) <= 9 and (answer[-1] == 2 or len(answer) == 9)
+        texts.add(tuple(prompt))
+    assert len(texts) > corpus.documents // 2
+    assert store.tokens == sum(len(corpus.token[a:b]) for a, b in zip(corpus.offset, corpus.offset[1:], strict=False)
+                               ) - int(corpus.prompt.sum())  # fmt: skip
+
+
+def test_a_resumed_run_writes_what_one_run_writes(target, tmp_path, monkeypatch):
+    write(target, tmp_path / "whole")
+    documents = Writer.documents
+    calls = []
+
+    def interrupted(self, indices, progress):
+        calls.append(indices)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return documents(self, indices, progress)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Writer, "documents", interrupted)
+        write(target, tmp_path / "parts")
+    assert Store(tmp_path / "parts", target_identity(target)).shards == 2
+    write(target, tmp_path / "parts", slots=3)  # how many at a time makes no difference
+    assert files(tmp_path / "parts") == files(tmp_path / "whole")
+    before = files(tmp_path / "whole")
+    write(target, tmp_path / "whole")  # complete: nothing is done again
+    assert files(tmp_path / "whole") == before
+    write(target, tmp_path / "whole", documents=32)
+    assert Store(tmp_path / "whole", target_identity(target)).shards == 4
+
+
+def test_prompts_of_a_file(target, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    prompts = [[1, 5, 6, 2, 50], [1, 7, 2, 50], [1] * 70]  # the last is too long
+    file.write_text("".join(json.dumps({"token_ids": prompt}) + "\n" for prompt in prompts))
+    store = write(target, tmp_path / "data", prompts=str(file), documents=8)
+    corpus = store.load()
+    # Numbers 0 1 greedy, 2 3 sampled, 4 5 greedy again and so left out, 6 7 sampled.
+    assert corpus.documents == 6
+    found = [corpus.token[a : a + n].tolist() for a, n in zip(corpus.offset, corpus.prompt, strict=False)]
+    assert found == prompts[:2] * 3
+    answers = [corpus.token[corpus.offset[i] + corpus.prompt[i] : corpus.offset[i + 1]].tolist() for i in range(6)]
+    assert answers[2] != answers[4] or answers[3] != answers[5]  # seeds differ
+
+
+def test_loops_are_cut(target, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"token_ids": [i, i + 1]}) + "\n" for i in range(8)))
+    how = {"prompts": str(file), "documents": 8, "temperatures": [0.0], "max_new_tokens": 120}
+    answers = {}
+    for rounds in (None, 1):
+        corpus = write(target, tmp_path / str(rounds), **how, loop_rounds=rounds).load()
+        answers[rounds] = [corpus.token[a + 2 : b].tolist() for a, b in itertools.pairwise(corpus.offset.tolist())]
+    assert answers[1] == [cut_loop(answer, 1) for answer in answers[None]] != answers[None]
+
+
+def test_data_of_another_target_is_refused(target, tmp_path):
+    write(target, tmp_path / "data", documents=8)
+    for name, change in (
+        ("config", lambda f: f.joinpath("config.json").write_text(json.dumps(tiny.TARGET | {"eos_token_id": 3}))),
+        ("tokenizer", lambda f: f.joinpath("tokenizer.json").write_text((f / "tokenizer.json").read_text() + " ")),
+        (
+            "weights",
+            lambda f: tiny.save_folder(f, tiny.TARGET | {"eos_token_id": 2}, tiny.random_weights(tiny.TARGET, 9)),
+        ),
+    ):
+        other = Path(shutil.copytree(target, tmp_path / name))
+        change(other)
+        with pytest.raises(ValueError, match=f"written by another target .its {name} differ"):
+            Store(tmp_path / "data", target_identity(other))
+
+
+def test_data_made_another_way_is_refused(target, tmp_path):
+    write(target, tmp_path / "data", documents=8)
+    with pytest.raises(ValueError, match=r"begun with other settings \(temperatures, seed\)"):
+        write(target, tmp_path / "data", temperatures=[1.0], seed=3)
+
+
+def test_damage_is_named(target, tmp_path):
+    identity = target_identity(target)
+    with pytest.raises(ValueError, match="holds no document"):
+        Store(tmp_path / "none", identity).load()
+    store = Store(tmp_path / "data", identity)
+    store.add([Document(prompt=[1, 2], answer=[3])])
+    (tmp_path / "data" / "shard-00000.safetensors").unlink()
+    with pytest.raises(ValueError, match="which the manifest names, is missing"):
+        store.load()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").touch()
+    with pytest.raises(ValueError, match=r"holds thesis\.txt"):
+        Store(tmp_path / "other", identity)
+
+
+def test_targets_that_need_prompts(target, tmp_path):
+    class Odd:
+        chat_template = "x"
+
+        def apply_chat_template(self, messages, **_):
+            return "nothing of it"
+
+    for tokenizer in (None, Odd()):
+        with pytest.raises(ValueError, match=r"give \[data\] prompts"):
+            Template.of(tokenizer)
+    with pytest.raises(ValueError, match="the chat template takes them all"):
+        write(target, tmp_path / "data", max_prompt_tokens=3)
