@@ -1,10 +1,17 @@
 """Sampling strategies: from the target's logits to the emitted tokens."""
 
-from . import greedy as _greedy  # each import registers a strategy
+from . import block_verification as _block_verification  # each import registers a strategy
+from . import greedy as _greedy
 from . import gumbel as _gumbel
+from . import rejection as _rejection
 from . import token_match as _token_match
-from .base import FAULTS, SAMPLERS, Acceptance, NodeContext, Sampler, walk
+from . import typical as _typical
+from .base import FAULTS, SAMPLERS, Acceptance, Draws, NodeContext, Sampler, walk
+from .draws import Drawn
 from .params import SamplingParams, SlotParams
 
-__all__ = ["FAULTS", "SAMPLERS", "Acceptance", "NodeContext", "Sampler", "SamplingParams", "SlotParams", "walk"]
-del _greedy, _gumbel, _token_match
+__all__ = [
+    "FAULTS", "SAMPLERS", "Acceptance", "Drawn", "Draws", "NodeContext", "Sampler", "SamplingParams", "SlotParams",
+    "walk",
+]  # fmt: skip
+del _block_verification, _greedy, _gumbel, _rejection, _token_match, _typical

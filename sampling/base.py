@@ -18,6 +18,20 @@ from .params import SamplingParams, SlotParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Draws:
+    """Candidates that were drawn, and from what; the same for all parents of a depth.
+
+    Attributes:
+        ids: int64 [S, L, k], draws without replacement, in the order in which they were drawn.
+        log_q: fp32 [S, L, V], log-probabilities that they were drawn from. They, and so the draws of a depth, may
+            depend on draws of lesser depths, never on deeper ones.
+    """
+
+    ids: Tensor
+    log_q: Tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class NodeContext:
     """The verified rows, as tensors (R rows of S slots, W bit words; see the row layout in docs/concepts/round.md).
 
@@ -35,6 +49,8 @@ class NodeContext:
         width: N where every slot has exactly N rows (R = S * N), else 0; a host constant.
         params: the slots' sampling parameters; None where a strategy needs none.
         greedy: host constant: no request of this forward wants anything but the argmax of the target's own logits.
+        draws: where the rows' tokens come from, if they were drawn (see `draws.Drawn`); None if they are a function of
+            what is known, or if there are roots only.
     """
 
     token: Tensor
@@ -50,6 +66,7 @@ class NodeContext:
     width: int = 0
     params: SlotParams | None = None
     greedy: bool = False
+    draws: Draws | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,12 +102,14 @@ class Sampler(Protocol):
     Attributes:
         Config: its part of the config.
         lossless: whether outputs follow the target's law exactly.
+        chains_only: whether it needs a tree policy without siblings.
         features: what of `params.FEATURES` requests may use; each costs time in every round that samples.
         use_kernels: set by the engine where kernels may run; a strategy without kernels has no such attribute.
     """
 
     Config: ClassVar[type[Any]]
     lossless: ClassVar[bool]
+    chains_only: ClassVar[bool]
     features: tuple[str, ...]
 
     def params(self, **changes: Any) -> SamplingParams:

@@ -105,11 +105,15 @@ def filtered(logits: Tensor, nodes: NodeContext, processors: tuple[Processor, ..
     fault = rows.faults(best[:, 0])
     temperature = params.temperature[nodes.slot]
     score = (x - best) / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    return Filtered(score=cut(score, params, nodes.slot), fault=fault)
+
+
+def cut(score: Tensor, params: SlotParams, slot: Tensor) -> Tensor:
+    """Scores fp32 [R, V] whose best is 0, with -inf for what min-p, top-k and top-p remove; slot: int64 [R]."""
     if params.features.isdisjoint(("min_p", "top_k", "top_p")):
-        return Filtered(score=score, fault=fault)
+        return score
     far = score.abs().view(torch.int32)  # distance to the best, as bits
-    last = threshold(score, far, params, nodes.slot)
-    return Filtered(score=score.masked_fill(far > last[:, None], -torch.inf), fault=fault)
+    return score.masked_fill(far > threshold(score, far, params, slot)[:, None], -torch.inf)
 
 
 def penalised(x: Tensor, nodes: NodeContext, params: SlotParams) -> Tensor:

@@ -17,6 +17,7 @@ class Greedy:
     """Emits exactly what plain greedy decoding emits; the tree only decides how many tokens a round yields."""
 
     lossless: ClassVar[bool] = True
+    chains_only: ClassVar[bool] = False
     use_kernels = False  # set by the engine where kernels may run
     features: tuple[str, ...] = ()
 

@@ -25,7 +25,7 @@ def mix(x: Tensor, low_bits: Tensor) -> Tensor:
     return x ^ (x >> 15)
 
 
-def noise_bits(seed: Tensor, position: Tensor, vocab_size: int, low_bits: Tensor, stream: int = 0) -> Tensor:
+def noise_bits(seed: Tensor, position: Tensor, vocab_size: int, low_bits: Tensor, stream: int | Tensor = 0) -> Tensor:
     """32 random bits for each row and token id.
 
     Args:
@@ -33,7 +33,7 @@ def noise_bits(seed: Tensor, position: Tensor, vocab_size: int, low_bits: Tensor
         position: int64 [R], absolute position of the token to be emitted, below 2^32.
         vocab_size: V.
         low_bits: int64 [], 2^32 - 1.
-        stream: another number is other noise.
+        stream: another number, 0..2^32 - 1, is other noise; one for all rows or int64 [R].
 
     Returns:
         int64 [R, V], 0..2^32 - 1.
@@ -43,7 +43,7 @@ def noise_bits(seed: Tensor, position: Tensor, vocab_size: int, low_bits: Tensor
     return mix(mix(token ^ first[:, None], low_bits) ^ second[:, None], low_bits)
 
 
-def row_keys(seed: Tensor, position: Tensor, low_bits: Tensor, stream: int = 0) -> Tensor:
+def row_keys(seed: Tensor, position: Tensor, low_bits: Tensor, stream: int | Tensor = 0) -> Tensor:
     """What a row's noise depends on, int64 [R, 2] of 32 bits each; arguments as in `noise_bits`."""
     first, second = (torch.full_like(seed, lane) for lane in LANES)
     for word in (seed & low_bits, seed >> 32, position & low_bits, stream):
@@ -51,12 +51,18 @@ def row_keys(seed: Tensor, position: Tensor, low_bits: Tensor, stream: int = 0) 
     return torch.stack([first, second], -1)
 
 
-def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int, low_bits: Tensor, stream: int = 0) -> Tensor:
+def uniform_noise(
+    seed: Tensor, position: Tensor, vocab_size: int, low_bits: Tensor, stream: int | Tensor = 0
+) -> Tensor:
+    """Uniform noise fp32 [R, V], never 0 and never 1; arguments as in `noise_bits`."""
+    bits = noise_bits(seed, position, vocab_size, low_bits, stream)
+    return ((bits.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
+
+
+def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int, low_bits: Tensor, stream: int | Tensor = 0) -> Tensor:
     """Standard Gumbel noise fp32 [R, V]; arguments as in `noise_bits`.
 
     The largest values decide, and they come from the smallest uniforms, where fp32 is finest: -log(-log(u)) with u near
     1 would have lost them at a large vocabulary.
     """
-    bits = noise_bits(seed, position, vocab_size, low_bits, stream)
-    uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)  # never 0, never 1
-    return -torch.log(-torch.log1p(-uniform))
+    return -torch.log(-torch.log1p(-uniform_noise(seed, position, vocab_size, low_bits, stream)))

@@ -12,7 +12,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from .base import SAMPLERS
-from .gumbel import Gumbel, SamplingConfig
+from .config import SamplingConfig
+from .gumbel import Gumbel
 from .params import SlotParams
 
 

@@ -12,6 +12,9 @@ import sys
 import time
 from typing import Any
 
+from sampling import SAMPLERS
+from sampling.gumbel import Gumbel
+
 from .cli import add_config_arguments, check_writable
 
 
@@ -86,6 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_repeatable(base: Any, oracle: str) -> None:
     """Tokens can be compared if they are the argmax, or drawn with a seed; transformers draws with noise of its own."""
     temperature = getattr(base.sampling.config, "temperature", 0.0)
+    if temperature and not issubclass(SAMPLERS.get(base.sampling.name), Gumbel):
+        raise ValueError(
+            f"temperature = {temperature}: what sampler '{base.sampling.name}' draws depends on the drafts, so tokens "
+            "cannot be compared one by one; `flashtree check-sampler` compares laws"
+        )
     if temperature and getattr(base.sampling.config, "seed", None) is None:
         raise ValueError(f"temperature = {temperature} without a seed: add --set sampling.seed=1")
     if temperature and oracle == "transformers":

@@ -26,6 +26,9 @@ from sampling.params import FEATURES
 from sampling.reference import law
 
 from .chi_squared import Outcome, chi_squared, draws_needed
+from .draft import Perturb
+from .draft.perturbed import perturbed
+from .strategies import serves
 from .tree import TREES, TreePolicy
 from .types import Proposal
 
@@ -98,6 +101,9 @@ def cases(sampler: Sampler, trees: list[str]) -> Iterator[Case]:
     except ValueError:
         default = {"temperature": 0.0}  # it decodes greedily: the law is one text
     pairs = targets()
+    trees = [tree for tree in trees if serves(sampler, policy(tree))]
+    if not trees:
+        raise ValueError("the sampler verifies chains only, and none of --trees is one")
     for number, ((filters, changes), tree) in enumerate(itertools.product(FILTERS.items(), trees)):
         given = default | (changes if default["temperature"] else {})
         if (changes and given == default) or not set(SamplingParams(**given).features) <= set(sampler.features):
@@ -171,11 +177,14 @@ def grow(
 ) -> NodeContext:
     """Propose and build, as a drafter and the engine do."""
     slots = len(total)
-    position = total[:, None] + torch.arange(DEPTH)
-    logits = sampler.perturb(case.draft.expand(slots, DEPTH, V), position, params).float()
-    score, ids = logits.log_softmax(-1).topk(min(tree.candidates, V), -1)
-    anchor = text.gather(1, total[:, None] - 1)[:, 0]
-    built = tree.build(Proposal(ids=ids, score=score), anchor)
+
+    def propose(perturb: Perturb) -> Proposal:
+        logits = perturb(case.draft.expand(slots, DEPTH, V)).float()
+        score, ids = logits.log_softmax(-1).topk(min(tree.candidates, V), -1)
+        return Proposal(ids=ids, score=score)
+
+    proposal = perturbed(propose, sampler, total - 1, params)
+    built = tree.build(proposal, text.gather(1, total[:, None] - 1)[:, 0])
     width = built.token.shape[1]
     rows = flatten(
         token=built.token, parent=built.parent, valid=built.valid, ancestors=built.ancestors,
@@ -184,14 +193,18 @@ def grow(
     return NodeContext(
         token=rows.token, parent=rows.parent, depth=rows.position - (total - 1)[rows.slot], position=rows.position,
         slot=rows.slot, local=rows.local(), valid=rows.valid, ancestors=rows.ancestors, slots=slots, max_depth=DEPTH,
-        width=width, params=params,
+        width=width, params=params, draws=proposal.draws,
     )  # fmt: skip
+
+
+def policy(name: str) -> TreePolicy:
+    """The tree policy under its name, a small one."""
+    return TREES.build({"name": name, **TREE_SETTINGS.get(name, {})})
 
 
 def check(case: Case, sampler: Sampler, draws: int) -> tuple[Outcome, float]:
     """Test one case; also tokens a round."""
-    settings = TREE_SETTINGS.get(case.tree, {})
-    tree = TREES.build({"name": case.tree, **settings})
+    tree = policy(case.tree)
     powers = torch.tensor([V ** (TOKENS - 1 - i) for i in range(TOKENS)])
     counts, lengths = torch.zeros(V**TOKENS, dtype=torch.int64), []
     for start in range(0, draws, BATCH):

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from modelkit.compile import Step, compile_step
 from modelkit.loading import load_model
 from modelkit.registry import unknown_name
 from modelkit.rows import Rows, flatten
 from parallel import LAYOUTS
-from sampling import SAMPLERS, Acceptance, SlotParams
+from sampling import SAMPLERS, Acceptance, Draws, SlotParams
 
 from .config import GenerateConfig, load_config
 from .draft import DRAFTERS, unperturbed
+from .draft.perturbed import perturbed
 from .prefill import Prefill
 from .readback import Readback
 from .report import progress_bar
@@ -35,6 +35,7 @@ from .requests import Completion, Piece, Request, Settings, prepare
 from .running import Running, warn_if_nothing_accepted
 from .sources import refuse_shape, target_source
 from .state import RoundState
+from .strategies import check_strategies
 from .text import Prompt, load_tokenizer
 from .tree import TREES
 from .types import Proposal, Tree, Verified
@@ -78,6 +79,7 @@ class Engine:
         slots = config.engine.slots
         self.sampler = SAMPLERS.get(config.sampling.name)(config.sampling.config)  # type: ignore[call-arg]
         self.tree = TREES.get(config.tree.name)(config.tree.config)  # type: ignore[call-arg]
+        check_strategies(config, self.sampler, self.tree)
         self.drafter = DRAFTERS.get(config.draft.name)(  # type: ignore[call-arg]
             config.draft.config,
             target=self.target,
@@ -143,15 +145,19 @@ class Engine:
         """
         greedy = self.greedy if greedy is None else greedy
         if plain:
-            tree = Tree.root_only(self.state.anchor)
+            tree, draws = Tree.root_only(self.state.anchor), None
         else:
-            tree = self.tree.build(self.propose(bound, greedy), self.state.anchor)
+            proposal = self.propose(bound, greedy)
+            tree, draws = self.tree.build(proposal, self.state.anchor), proposal.draws
         verified = self.verify(tree, rows, bound, plain)
-        self.commit(verified, self.accept(verified, greedy))
+        self.commit(verified, self.accept(verified, greedy, draws))
 
     def propose(self, bound: int, greedy: bool) -> Proposal:
         """The drafter's candidates, chosen as the sampler is going to choose tokens; arguments as in `step`."""
-        return self.drafter.propose(self.state, bound, unperturbed if greedy else self._perturb)
+        if greedy:
+            return self.drafter.propose(self.state, bound, unperturbed)
+        propose = functools.partial(self.drafter.propose, self.state, bound)
+        return perturbed(propose, self.sampler, self.state.length, self.state.sampling)
 
     def verify(self, tree: Tree, rows: int, bound: int, plain: bool = False) -> Verified:
         """One forward of the target over the trees' rows; arguments as in `step`."""
@@ -159,9 +165,9 @@ class Engine:
         output = self.target(flat, self.state.cache, () if plain else self.drafter.taps)
         return Verified(rows=flat, logits=self.target.head(output.hidden), taps=output.taps)
 
-    def accept(self, verified: Verified, greedy: bool) -> Acceptance:
-        """What the sampler makes of the logits; arguments as in `step`."""
-        return self.sampler.accept(verified.logits, self.state.nodes(verified.rows, greedy))
+    def accept(self, verified: Verified, greedy: bool, draws: Draws | None = None) -> Acceptance:
+        """What the sampler makes of the logits; arguments as in `step`, and the proposal's draws."""
+        return self.sampler.accept(verified.logits, self.state.nodes(verified.rows, greedy, draws))
 
     def commit(self, verified: Verified, accepted: Acceptance) -> None:
         """Emit tokens, cut at stop ids and limits; keep the accepted rows' features and K/V."""
@@ -169,11 +175,6 @@ class Engine:
         count = state.emit(accepted)
         state.remember(verified.taps, accepted.path, count)
         self.target.backend.commit(state.cache, accepted.path, count)
-
-    def _perturb(self, logits: Tensor, depth: int = 0) -> Tensor:
-        """The sampler's change of a drafter's logits [S, D, V] for the tokens from `depth` on behind the anchors."""
-        at = torch.arange(1, logits.shape[1] + 1, device=logits.device) + depth
-        return self.sampler.perturb(logits, self.state.length[:, None] + at, self.state.sampling)
 
     def _flat_rows(self, tree: Tree, rows: int, bound: int) -> Rows:
         state = self.state

@@ -77,7 +77,7 @@ class Parts:
             self.proposal = Held(engine.propose(bound, engine.greedy))
             self.trees = Held(engine.tree.build(self.proposal.get(), engine.state.anchor))
             self.verified = Held(engine.verify(self.trees.get(), self.rows, bound))
-            self.accepted = Held(engine.accept(self.verified.get(), engine.greedy))
+            self.accepted = Held(engine.accept(self.verified.get(), engine.greedy, self.proposal.get().draws))
         saved.restore()
 
     @torch.no_grad()
@@ -98,7 +98,7 @@ class Parts:
     @torch.no_grad()
     def accept(self) -> None:
         """Walk the trees with the logits."""
-        self.accepted.put(self.engine.accept(self.verified.get(), self.engine.greedy))
+        self.accepted.put(self.engine.accept(self.verified.get(), self.engine.greedy, self.proposal.get().draws))
 
     @torch.no_grad()
     def commit(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from modelkit.cache import KVCache
 from modelkit.rows import Rows
-from sampling import Acceptance, NodeContext, SamplingParams, SlotParams
+from sampling import Acceptance, Draws, NodeContext, SamplingParams, SlotParams
 
 RING = 4
 # Reasons above LENGTH are LENGTH plus an index into sampling.FAULTS.
@@ -89,13 +89,13 @@ class RoundState(nn.Module):
         """Committed positions of each slot, int64 [S]."""
         return self.cache.length[:-1]
 
-    def nodes(self, rows: Rows, greedy: bool) -> NodeContext:
-        """Rows behind the committed lengths as a sampling strategy sees them; `greedy`: see `NodeContext`."""
+    def nodes(self, rows: Rows, greedy: bool, draws: Draws | None = None) -> NodeContext:
+        """Rows behind the committed lengths as a sampling strategy sees them; the others: see `NodeContext`."""
         return NodeContext(
             token=rows.token, parent=rows.parent, depth=rows.position - self.cache.length[rows.slot],
             position=rows.position, slot=rows.slot, local=rows.local(), valid=rows.valid, ancestors=rows.ancestors,
             slots=self.slots, max_depth=self.depth, width=rows.width if rows.uniform else 0, params=self.sampling,
-            greedy=greedy,
+            greedy=greedy, draws=draws,
         )  # fmt: skip
 
     def admit(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from modelkit.rows import WORD, Rows, words
+from sampling import Draws
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,11 +22,15 @@ class Proposal:
             order. -inf: no candidate.
         edge: fp32 [S, L, k, k] or None, log-probability of candidate j at depth d after candidate i at depth d - 1,
             `edge[:, d, i, j]`; depth 0 is unused.
+        draws: set if the candidates were drawn: `ids` are in the order of the draws then, and the scores are those of
+            ranks, not of what was drawn. A tree that takes its shape from the scores alone, and of each parent's
+            children only leading ranks, leaves sampling exact; see docs/concepts/sampling.md.
     """
 
     ids: Tensor
     score: Tensor
     edge: Tensor | None = None
+    draws: Draws | None = None
 
     @property
     def depth(self) -> int:

@@ -53,7 +53,8 @@ class Drafter(Protocol):
             state: anchors, tokens, committed lengths, and the features of the rows committed last.
             bound: host-known upper bound of every committed length.
             perturb: the sampler's change of logits [S, D, V], D depths from the given one (0) on; call it before
-                candidates are taken and scored.
+                candidates are taken and scored. The candidates must be the best of what it returns, best first: for
+                some samplers they are draws, from the logits that a depth was last called with.
         """
         ...
 

@@ -45,16 +45,26 @@ class SelfDrafter:
         for depth in range(self.depth):
             rows = chain(token=token, start=state.length, count=whole, rows=slots * self.block, bound=bound)
             hidden = self.target(rows, state.cache).hidden.view(slots, self.block, -1)[:, depth]
-            logits = perturb(self.target.head(hidden)[:, None], depth)[:, 0]
-            log_probs = logits.float().log_softmax(-1)
-            score, best = log_probs.topk(self.candidates, -1)
+            logits = self.target.head(hidden)
+            score, best = self._best(logits, depth, perturb)
             token = token.clone()
             token[:, depth + 1] = best[:, 0]
             if self.config.wrong_every and (depth + 1) % self.config.wrong_every == 0:
-                best = best.roll(1, -1) if self.candidates > 1 else (best + 1) % self.target.config.vocab_size
+                score, best = self._best(self._spoiled(logits), depth, perturb)
             ids.append(best)
             scores.append(score)
         return Proposal(ids=torch.stack(ids, 1), score=torch.stack(scores, 1))
+
+    def _best(self, logits: Tensor, depth: int, perturb: Perturb) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and ids [S, k] of the candidates, by the logits [S, V] of a depth."""
+        return perturb(logits[:, None], depth)[:, 0].float().log_softmax(-1).topk(self.candidates, -1)
+
+    def _spoiled(self, logits: Tensor) -> Tensor:
+        """The best k logits pass their places on, the k-th becomes the best; with k = 1 the next id takes its place."""
+        if self.candidates == 1:
+            return logits.roll(1, -1)
+        best, ids = logits.topk(self.candidates, -1)
+        return logits.scatter(-1, ids.roll(1, -1), best)
 
     def ingest(self, features: Tensor, count: Tensor) -> None:
         """Nothing to take."""

@@ -15,6 +15,7 @@ from sampling.noise import gumbel_noise
 
 LOW = torch.tensor(2**32 - 1)
 NAMES = ("gumbel", "token_match")
+EVERY = (*NAMES, "rejection", "block_verification", "typical")
 
 
 def build(name, **config):
@@ -56,7 +57,7 @@ def test_each_row_takes_the_noisy_best(name):
     assert len(set(seen)) > 4, "the noise has no effect"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY)
 def test_greedy_requests_in_a_batch_that_samples(name):
     """Exactly the argmax, the lowest id of equals; the same in the shortcut for batches without sampling."""
     sampler = build(name)
@@ -70,7 +71,7 @@ def test_greedy_requests_in_a_batch_that_samples(name):
     assert int(sampler.accept(logits, roots(params)).token[0, 0]) == int(logits[0].argmax())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY[:-1])
 def test_all_tokens_appear(name):
     """Buglog 16: 300 draws of .5 .3 .2; and 19: min_p at every row of a tree."""
     sampler = build(name)
@@ -101,7 +102,7 @@ def test_the_drafter_meets_the_noise_of_its_tokens():
     assert token_match.perturb(logits, start, params) is logits
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY)
 def test_faults_of_the_path_only(name, here):
     sampler = build(name)
     params = slot_params([SamplingParams(temperature=1.0, seed=1)] * 3, vocab_size=4, features=sampler.features)
@@ -117,7 +118,7 @@ def test_faults_of_the_path_only(name, here):
     assert nothing_left.accept(logits[2:5], roots(params)).fault.tolist() == [ALL_BANNED] * 3
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY)
 def test_processors_from_the_config(name, here):
     sampler = build(name, temperature=1.0, processors=[f"{here}:no_threes"])
     params = slot_params([SamplingParams(temperature=1.0, seed=s) for s in range(200)], vocab_size=4, features=())
@@ -133,7 +134,7 @@ def test_processors_from_the_config(name, here):
             build(name, processors=[path])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY)
 def test_requests_change_the_config(name):
     sampler = build(name, temperature=0.7, top_p=0.9, seed=5)
     assert sampler.params() == SamplingParams(temperature=0.7, top_p=0.9, seed=5)

@@ -8,12 +8,17 @@ import pytest
 import torch
 
 from sampling import SAMPLERS, NodeContext, SlotParams, walk
+from sampling.block_verification import BlockVerification
+from sampling.draws import pick
 from sampling.gumbel import Gumbel
 from sampling.noise import noise_bits
+from sampling.rejection import Rejection
 from spec.check_sampler import FILTERS, LEVEL, build, cases, check, joint_law, targets
 from spec.chi_squared import chi_squared, critical, draws_needed, p_value, power
 from spec.cli import main
+from spec.draft.perturbed import perturbed, with_draws
 from spec.tree import TREES
+from spec.types import Proposal
 
 DRAWS = 20_000
 
@@ -71,6 +76,58 @@ class Nearly(Gumbel):
         return super().accept(logits.float() + torch.tensor([0.06, 0.0, 0.0]), nodes)
 
 
+class ForgottenMass(Rejection):
+    """q is not normalised after a token is gone."""
+
+    def mass_left(self, draws):
+        return torch.ones_like(draws.ids, dtype=torch.float32)
+
+
+class SortedOrder(Rejection):
+    """Siblings are tested by probability, not as they were drawn."""
+
+    def accept(self, logits, nodes):
+        order = nodes.draws.log_q.gather(-1, nodes.draws.ids).sort(-1, descending=True).indices
+        draws = dataclasses.replace(nodes.draws, ids=nodes.draws.ids.gather(-1, order))
+        return super().accept(logits, dataclasses.replace(nodes, draws=draws))
+
+
+class WholeLaw(Rejection):
+    """After the last rejection draws from p, not from what is left of it."""
+
+    def choose(self, p, nodes, draws):
+        tokens, children = super().choose(p, nodes, draws), self.children(nodes, draws)
+        taken = (children & (at_rows(draws.ids, nodes) == tokens[:, None])).any(-1)
+        return torch.where(taken, tokens, pick(p, nodes))
+
+
+class ShapeOfDraws(Rejection):
+    """Candidates of little probability are not tested: a part of the draws that depends on what they are."""
+
+    def children(self, nodes, draws):
+        return super().children(nodes, draws) & (at_rows(draws.log_q.gather(-1, draws.ids), nodes) > -1.5)
+
+
+class RawLaw(Rejection):
+    """Buglog 11: the law handed on is not the one that was drawn from."""
+
+    def draw(self, logits, position, depth, params):
+        score, log_q = super().draw(logits, position, depth, params)
+        return score, (log_q / 2).log_softmax(-1)
+
+
+class SameNoiseAgain(BlockVerification):
+    """The noise of a position is used again when the round after a rejection drafts it anew."""
+
+    def draw(self, logits, position, depth, params):
+        return super().draw(logits, position, depth * 0 + 1, params)
+
+
+def at_rows(x, nodes):
+    """[S, L, k] as [R, k]."""
+    return x[nodes.slot, nodes.depth.clamp(max=x.shape[1] - 1)]
+
+
 @pytest.fixture(autouse=True)
 def importable(monkeypatch):
     monkeypatch.setitem(sys.modules, "user_samplers", sys.modules[__name__])
@@ -90,7 +147,63 @@ def worst(name, only=None, trees=None, draws=DRAWS):
 def test_exact_strategies_pass(name):
     found, level = worst(name, draws=8192)
     assert min(found.values()) > level, found
-    assert set(found) == set(TREES.names())
+    assert set(found) == set(TREES.names()) - ({"best_first", "static"} if SAMPLERS.get(name).chains_only else set())
+
+
+@pytest.mark.parametrize(
+    ("mistake", "target", "trees"),
+    [
+        ("ForgottenMass", "opposite", ["best_first", "static"]), ("SortedOrder", "peaked", ["best_first", "static"]),
+        ("WholeLaw", "opposite", ["chain", "best_first", "static"]),
+        ("ShapeOfDraws", "equal", ["chain", "best_first", "static"]),
+        ("RawLaw", "equal", ["chain", "best_first", "static"]), ("SameNoiseAgain", "equal", ["chain"]),
+    ],
+)  # fmt: skip
+def test_mistakes_with_drawn_candidates_fail(mistake, target, trees):
+    found, level = worst(f"user_samplers:{mistake}", only=f"{target}, none", trees=trees, draws=8192)
+    assert max(found.values()) < level, found
+
+
+@pytest.fixture
+def stepwise(monkeypatch):
+    """A drafter in place of each case's: one depth after another, its logits a function of the first draw before."""
+    table = torch.tensor([[0.0, 2.0, -1.0], [2.5, 0.0, 0.0], [0.0, -1.0, 3.0]])
+
+    def propose(perturb):
+        ids, before = [], None
+        for depth in range(3):
+            logits = table[1].expand(propose.slots, 3) if before is None else table[before]
+            ids.append(perturb(logits[:, None], depth)[:, 0].topk(propose.k, -1).indices)
+            before = ids[-1][:, 0]
+        return Proposal(ids=torch.stack(ids, 1), score=torch.zeros(propose.slots, 3, propose.k))
+
+    def changed(given, sampler, length, params):
+        propose.slots, propose.k = len(length), given(lambda logits, depth=0: logits).candidates
+        return perturbed(propose, sampler, length, params)
+
+    monkeypatch.setattr("spec.check_sampler.perturbed", changed)
+
+
+@pytest.mark.parametrize("name", ["rejection", "block_verification"])
+def test_a_drafter_that_builds_on_its_draws(name, stepwise):
+    found, level = worst(name, only="equal, none")
+    assert min(found.values()) > level, found
+
+
+def test_a_tree_shaped_by_what_was_drawn_fails(monkeypatch):
+    """Its own candidates' probabilities, made to fall along the ranks: every parent keeps a leading part of its draws.
+
+    But an unlikely draw is left out where a likely one would have been tested.
+    """
+
+    def tempting(proposal, laws, sampled):
+        whole = with_draws(proposal, laws, sampled)
+        own = whole.draws.log_q.gather(-1, proposal.ids).cummin(-1).values
+        return dataclasses.replace(whole, score=own)
+
+    monkeypatch.setattr("spec.draft.perturbed.with_draws", tempting)
+    found, level = worst("rejection", only="equal, none", trees=["best_first"], draws=8192)
+    assert found["best_first"] < level, found
 
 
 def test_the_ratio_rule_fails_on_every_tree():

@@ -99,8 +99,19 @@ def test_step_is_one_graph(draft, tree, active, tiny_targets, tiny_drafters):
     assert len(gained - {0}) > 1 or draft == "dflash" or plain, "every round accepted the same"
 
 
-@pytest.mark.parametrize("sampling", ["gumbel", "token_match"])
-@pytest.mark.parametrize(("draft", "tree"), [("dflash", "best_first"), ("self", "static"), ("ngram", "plain")])
+SAMPLED = [("dflash", "best_first"), ("self", "static"), ("ngram", "plain")]
+
+
+@pytest.mark.filterwarnings("ignore:sampler 'typical' is lossy")
+@pytest.mark.parametrize(
+    ("sampling", "draft", "tree"),
+    [
+        *[(name, *pair) for name in ("gumbel", "token_match", "rejection") for pair in SAMPLED],
+        ("block_verification", "dflash", "chain"),
+        ("block_verification", "self", "chain"),
+        ("typical", "dflash", "best_first"),
+    ],
+)
 def test_sampling_is_one_graph_whatever_the_requests(sampling, draft, tree, tiny_targets, tiny_drafters):
     """Every feature built in; requests come and go with other values, greedy ones too, and nothing is traced again."""
     plain = tree == "plain"
