@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sampling import Acceptance
+from sampling import Acceptance, Draws
 
 from ..config import CompileConfig, GenerateConfig, TargetConfig
 from ..engine import Engine
@@ -87,9 +87,9 @@ class WatchedEngine(Engine):
         self._best = proposal.ids[..., 0]
         return proposal
 
-    def accept(self, verified: Verified, greedy: bool) -> Acceptance:
+    def accept(self, verified: Verified, greedy: bool, draws: Draws | None = None) -> Acceptance:
         """See `Engine.accept`."""
-        accepted = super().accept(verified, greedy)
+        accepted = super().accept(verified, greedy, draws)
         if self._best is not None:
             self.counts.append(DepthCounts.of(self._best, accepted.token, accepted.count))
         return accepted
