@@ -222,6 +222,18 @@ def check_device(device: str | torch.device) -> None:
         raise ValueError(f"device '{device}' is not there: {torch.cuda.device_count()} CUDA device(s) found")
 
 
+def use_device(device: str | torch.device) -> None:
+    """Make a CUDA device the current one: Triton launches, events and captured graphs are those of the current device.
+
+    Raises:
+        ValueError: as `check_device`.
+    """
+    check_device(device)
+    found = torch.device(device)
+    if found.type == "cuda":
+        torch.cuda.set_device(found.index or 0)
+
+
 def random_weights(module: nn.Module, *, dtype: torch.dtype, device: torch.device, seed: int) -> None:
     """Fill a meta module with noise of a trained model's size: matrices 1 / sqrt(columns), norms about 1."""
     generator = torch.Generator(device).manual_seed(seed)

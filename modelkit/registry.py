@@ -53,7 +53,10 @@ def read_value(annotation: Any, value: Any) -> Any:
         return {read_value(args[0], key): read_value(args[1], item) for key, item in value.items()}
     elif annotation is float:
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
+            try:
+                return float(value)
+            except OverflowError:
+                raise TypeError from None
         fits = False
     elif annotation is int:
         fits = isinstance(value, int) and not isinstance(value, bool)

@@ -85,8 +85,21 @@ def changed(logits: Tensor, nodes: NodeContext, processors: tuple[Processor, ...
         best = x.amax(-1)
         fault = torch.where(best.isnan() | (best == torch.inf), NOT_FINITE, fault)
         for process in processors:
-            x = process(x, nodes)
+            x = checked(process(x, nodes), x, process)
     return Changed(x=x, fault=fault, processed=bool(processors))
+
+
+def checked(given: Tensor, before: Tensor, process: Processor) -> Tensor:
+    """A processor's result, laid out as kernels want it; shapes are those of the trace, so this costs a round nothing.
+
+    Raises:
+        ValueError: it is not the logits' shape.
+    """
+    what = f"{type(given).__name__} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+    if not isinstance(given, Tensor) or given.shape != before.shape:
+        name = getattr(process, "__qualname__", repr(process))
+        raise ValueError(f"processor '{name}' must return logits {list(before.shape)}, it returned {what}")
+    return given.float().contiguous()
 
 
 def filtered(logits: Tensor, nodes: NodeContext, processors: tuple[Processor, ...] = ()) -> Filtered:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 # What an engine can be built with besides the temperature, by the name the config uses.
 FEATURES = ("top_k", "top_p", "min_p", "penalties", "logit_bias")
 MAX_SEED = 2**63 - 1
+MOST_BIAS = 1e6  # more than any two logits differ by
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,14 +61,17 @@ class SamplingParams:
             raise ValueError(f"top_p = {self.top_p}: must be in (0, 1]")
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p = {self.min_p}: must be in [0, 1]")
-        if not 0.0 < self.repetition_penalty <= 10.0:
-            raise ValueError(f"repetition_penalty = {self.repetition_penalty}: must be in (0, 10], 1 is off")
+        if not 0.01 <= self.repetition_penalty <= 10.0:
+            raise ValueError(f"repetition_penalty = {self.repetition_penalty}: must be in [0.01, 10], 1 is off")
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2.0 <= getattr(self, name) <= 2.0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be in [-2, 2], 0 is off")
         for token, bias in (self.logit_bias or {}).items():
-            if not math.isfinite(bias):
-                raise ValueError(f"logit_bias of token {token} is {bias}: must be finite (banned_token_ids bans)")
+            if not abs(bias) <= MOST_BIAS:
+                raise ValueError(
+                    f"logit_bias of token {token} is {bias}: must be in [-{MOST_BIAS:g}, {MOST_BIAS:g}] "
+                    "(banned_token_ids bans)"
+                )
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"seed = {self.seed}: must be in 0..{MAX_SEED}")
 

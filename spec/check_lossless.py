@@ -98,6 +98,10 @@ def _check_repeatable(base: Any, oracle: str) -> None:
         raise ValueError(f"temperature = {temperature} without a seed: add --set sampling.seed=1")
     if temperature and oracle == "transformers":
         raise ValueError(f"temperature = {temperature}: transformers draws other tokens; use --oracle plain")
+    config = base.sampling.config
+    reordered = hasattr(config, "params") and (bool(config.processors) or not config.params(temperature=0.0).is_argmax)
+    if reordered and oracle == "transformers":
+        raise ValueError("[sampling] has penalties, biases or processors, which transformers lacks; use --oracle plain")
 
 
 def _variants(base: Any, drafts: str, trees: str) -> list[tuple[str, Any]]:

@@ -6,6 +6,7 @@ Plain statistics on the CPU, fp64; knows nothing of samplers.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
@@ -67,14 +68,16 @@ def power(draws: float, distance: float, freedom: int, level: float) -> float:
     """
     rate = draws * (2 * distance) ** 2 / 2
     j = torch.arange(int(rate + 12 * rate**0.5 + 30), dtype=torch.float64)
-    weight = (j * torch.log(torch.tensor(rate)) - rate - torch.lgamma(j + 1)).exp()
+    weight = (j * math.log(rate) - rate - torch.lgamma(j + 1)).exp()
     edge = torch.tensor(critical(freedom, level) / 2, dtype=torch.float64)
     return float((weight * torch.special.gammaincc(freedom / 2 + j, edge)).sum())
 
 
 def draws_needed(distance: float, freedom: int, level: float, wanted: float) -> int:
     """Draws that catch an error of `distance` with probability `wanted`."""
-    low, high = 1.0, 1e12
+    low = high = 1.0
+    while power(high, distance, freedom, level) < wanted:
+        low, high = high, 4 * high
     while high / low > 1.001:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if power(middle, distance, freedom, level) < wanted else (low, middle)

@@ -32,6 +32,8 @@ class TargetConfig:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("path is empty: the folder of a checkpoint")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype = {self.dtype!r}; known: {', '.join(DTYPES)}")
 

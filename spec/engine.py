@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from modelkit.compile import Step, compile_step
-from modelkit.loading import load_model
+from modelkit.loading import load_model, use_device
 from modelkit.registry import unknown_name
 from modelkit.rows import Rows, flatten
 from parallel import LAYOUTS
@@ -65,6 +65,7 @@ class Engine:
             refuse_shape("drafter", getattr(config.draft.config, "path", ""))
         if config.engine.threads is not None:
             torch.set_num_threads(config.engine.threads)
+        use_device(config.target.device)
         source = target_source(config.target.path, progress)
         layout = LAYOUTS.get(config.parallel.name)(config.parallel.config)  # type: ignore[call-arg]
         self.target = load_model(
@@ -215,8 +216,6 @@ class Engine:
         Raises:
             ValueError: a prompt or a setting is not usable, or a stream is still open.
         """
-        if self._mode == "none":
-            return
         if self._busy:
             raise ValueError(BUSY)
         lengths, kinds = None, greedy_kinds(self.sampler)
@@ -224,7 +223,8 @@ class Engine:
             requests = self._prepare(prompts, None, changes)
             lengths = [len(request.prompt_ids) for request in requests]
             kinds = {self.sampler.always_argmax(request.sampling) for request in requests}
-        warm_up(self, lengths, plain, kinds, progress)
+        if self._mode != "none":
+            warm_up(self, lengths, plain, kinds, progress)
 
     def compiled_step(self, rows: int, plain: bool = False, greedy: bool | None = None) -> Step:
         """The round for a row bucket as one callable without arguments; compiled on first use unless the mode is eager.
@@ -309,7 +309,7 @@ class Engine:
         self, prompts: str | Sequence[Prompt], settings: Settings | Sequence[Settings] | None, changes: dict[str, Any]
     ) -> list[Request]:
         if isinstance(settings, list | tuple):
-            if isinstance(prompts, str) or len(prompts) != len(settings):
+            if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not len(prompts) == len(settings) > 0:
                 raise ValueError(f"{len(settings)} settings: give as many as there are prompts")
             pairs = zip(prompts, settings, strict=True)
             return [request for prompt, one in pairs for request in self._prepare([prompt], one, changes)]

@@ -45,7 +45,7 @@ class Readback:
         event = None
         if self._cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+            event.record(torch.cuda.current_stream(self._state.ring.device))
         self._queue.append((staging, event, owners))
         self._pushed += 1
 

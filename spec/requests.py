@@ -149,10 +149,10 @@ def prepare(
         raise ValueError("prompts is empty: give a list with at least one prompt")
     if settings.stop_strings and tokenizer is None:
         raise ValueError("the target folder has no tokenizer: stop strings cannot be found, use stop_token_ids")
-    stop_ids = list(dict.fromkeys([*eos_ids, *(settings.stop_token_ids or ())]))
     for i in settings.stop_token_ids or ():
         if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < vocab_size:
             raise ValueError(f"stop token id {i!r} is not an integer in 0..{vocab_size - 1}")
+    stop_ids = list(dict.fromkeys([*eos_ids, *(settings.stop_token_ids or ())]))
     if len(stop_ids) > max_stop_ids:
         raise ValueError(f"{len(stop_ids)} stop ids; at most {max_stop_ids} are possible")
     sampling().check_ids(vocab_size)

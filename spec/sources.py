@@ -66,6 +66,8 @@ def target_source(path: str, progress: Any = None) -> Path:
     if path == DEMO_NAME:
         return prepare_demo_model(progress)
     found = shape_file(path)
+    if found is not None and found.stem not in target_shapes() and found.stem in shapes():
+        raise ValueError(f"'{path}' is a drafter's shape, not a target's; targets: {', '.join(target_shapes())}")
     if found is None:
         close = difflib.get_close_matches(path, target_shapes(), n=1)
         hint = f"; did you mean the shape '{close[0]}'?" if close else ""

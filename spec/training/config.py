@@ -165,6 +165,8 @@ class OptimiserConfig:
             raise ValueError(f"warmup = {self.warmup}: must be in [0, 1)")
         if self.weight_decay < 0:
             raise ValueError(f"weight_decay = {self.weight_decay}: must be 0 or more")
+        if not 0 <= self.seed < 2**23:  # the step stands in the lower 40 bits of 63
+            raise ValueError(f"seed = {self.seed}: must be in 0..{2**23 - 1}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import os
+import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -157,6 +158,7 @@ class Trainer:
             "loss": {"name": config.loss.name} | dataclasses.asdict(config.loss.config),
             "train": {k: v for k, v in dataclasses.asdict(train).items() if k not in FREE},
             "world": world,
+            "dtype": [str(target.dtype), config.output.dtype],
             "data": {"documents": corpus.documents, "tokens": len(corpus.token)},
         }
         self.folder = Path(config.output.folder).expanduser()
@@ -187,7 +189,10 @@ class Trainer:
         file = self.folder / CHECKPOINT
         if not file.is_file():
             return
-        saved = torch.load(file, map_location="cpu", weights_only=True)
+        try:
+            saved = torch.load(file, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, EOFError, RuntimeError, OSError) as error:
+            raise ValueError(f"{file} cannot be read ({type(error).__name__}): delete it to begin again") from error
         check_run(saved["run"], self.run, self.folder)
         self.drafter.load_state_dict(saved["model"])
         self.optimiser.load_state_dict(saved["optimiser"])
@@ -197,14 +202,16 @@ class Trainer:
         """Write the checkpoint, and the drafter as it is now in the published format; the first process does."""
         if self.rank:
             return
-        write_folder(self.folder, self.published, self.drafter, self.config.output.dtype)
         saved = {
             "run": self.run, "step": self.step, "model": self.drafter.state_dict(),
             "optimiser": self.optimiser.state_dict(),
         }  # fmt: skip
+        self.folder.mkdir(parents=True, exist_ok=True)
         partial = self.folder / (CHECKPOINT + ".partial")
         torch.save(saved, partial)
         os.replace(partial, self.folder / CHECKPOINT)
+        # Behind the checkpoint: a folder with a drafter and no checkpoint is taken for somebody else's.
+        write_folder(self.folder, self.published, self.drafter, self.config.output.dtype)
 
     def blocks(self, step: int, batch: Batch) -> Blocks:
         """The step's blocks at anchors of its own."""

@@ -13,7 +13,7 @@ from rows_by_hand import roots, slot_params, trees
 
 from sampling import SamplingParams
 from sampling.base import ALL_BANNED, BAD_PROCESSOR, NOT_FINITE
-from sampling.filters import filtered
+from sampling.filters import changed, filtered
 from sampling.reference import law
 
 INF, NAN = float("inf"), float("nan")
@@ -159,6 +159,35 @@ def test_a_processor_sees_logits_and_rows():
     assert (score > -INF).nonzero().tolist() == [[0, 2], [1, 3], [2, 3], [3, 4]]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (lambda x, nodes: x[:1], r"Tensor \[1, 6\]"),
+        (lambda x, nodes: x[:, :-1], r"Tensor \[2, 5\]"),
+        (lambda x, nodes: x[:, 0], r"Tensor \[2\]"),
+        (lambda x, nodes: None, "NoneType"),
+    ],
+)
+def test_a_processor_that_returns_something_else_is_refused(wrong, what):
+    nodes = roots(slot_params([SamplingParams(temperature=1.0)] * 2, vocab_size=6))
+    with pytest.raises(ValueError, match=rf"must return logits \[2, 6\], it returned {what}"):
+        filtered(torch.zeros(2, 6), nodes, (wrong,))
+
+
+def test_a_processors_result_is_laid_out_for_kernels():
+    nodes = roots(slot_params([SamplingParams(temperature=1.0)] * 2, vocab_size=6))
+    found = changed(torch.zeros(2, 6), nodes, (lambda x, nodes: x.T.contiguous().T.half(),)).x
+    assert found.is_contiguous() and found.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"logit_bias": {1: 1e39}}, {"logit_bias": {1: float("nan")}}, {"repetition_penalty": 1e-42}]
+)
+def test_values_that_would_leave_fp32_are_refused(wrong):
+    with pytest.raises(ValueError, match="must be in"):
+        SamplingParams(**wrong)
+
+
 def test_faults():
     """What makes a row useless, told apart."""
     ban = lambda logits, nodes: torch.where(nodes.slot[:, None] == 5, -torch.inf, logits)  # noqa: E731
@@ -199,10 +228,10 @@ def test_a_row_does_not_depend_on_its_batch(vocabulary):
         ({"temperature": NAN}, "temperature = nan"),
         ({"temperature": INF}, "temperature = inf"),
         ({"top_p": NAN}, "top_p = nan"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty = 0.0: must be in \(0, 10\]"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty = 0.0: must be in \[0.01, 10\]"),
         ({"presence_penalty": 3.0}, r"presence_penalty = 3.0: must be in \[-2, 2\]"),
         ({"frequency_penalty": NAN}, r"frequency_penalty = nan: must be in \[-2, 2\]"),
-        ({"logit_bias": {1: INF}}, "logit_bias of token 1 is inf: must be finite"),
+        ({"logit_bias": {1: INF}}, "logit_bias of token 1 is inf: must be in"),
         ({"seed": -1}, "seed = -1: must be in 0.."),
         ({"seed": 2**63}, "seed = .*: must be in 0..9223372036854775807"),
     ],

@@ -280,6 +280,9 @@ def test_the_power():
     generator, level = torch.Generator().manual_seed(1), 0.01
     law = torch.full((27,), 1 / 27, dtype=torch.float64)
     off = law + torch.tensor([1, -1, 0] * 9) * 0.02 / 9
+    for distance in (0.005, 0.15, 0.5):  # fewer for greater errors
+        assert math.isclose(power(draws_needed(distance, 26, level, 0.99), distance, 26, level), 0.99, abs_tol=2e-2)
+    assert draws_needed(0.5, 26, level, 0.99) < draws_needed(0.15, 26, level, 0.99) < 1000
     draws = draws_needed(0.02, 26, level, 0.99)
     assert math.isclose(power(draws, 0.02, 26, level), 0.99, abs_tol=1e-3)
 

@@ -255,3 +255,17 @@ def test_lossless_needs_tokens_that_can_be_compared(changes, expected, folder, p
     where = ["--set", f"target.path={folder}", "--prompts", str(prompts), "--set", "sampling.temperature=0.7"]
     assert main(["check-lossless", *where, *changes]) == 2
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "--shape", "qwen3-8b-dflash"], "is a drafter's shape"),
+        (["check-lossless", "--prompts", "P", "--set", "sampling.repetition_penalty=1.3"], "use --oracle plain"),
+    ],
+)
+def test_commands_that_would_compare_or_time_nonsense(arguments, message, tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"token_ids": [1, 2, 3]}')
+    assert main([str(file) if part == "P" else part for part in arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -226,3 +226,13 @@ def test_parse_override(text, key, value):
 def test_an_override_needs_a_value():
     with pytest.raises(ValueError, match=r"--set tree.budget: write it as table.key=value"):
         parse_override("tree.budget")
+
+
+def test_a_target_without_a_path_is_refused():
+    with pytest.raises(ValueError, match="path is empty"):
+        load_config("smollm2-ngram", {"target.path": ""})
+
+
+def test_a_number_beyond_all_floats_is_refused():
+    with pytest.raises(ValueError, match="temperature"):
+        load_config("smollm2-ngram", {"sampling.temperature": 10**400})

@@ -155,8 +155,11 @@ def test_the_generation_script_warms_up_what_it_uses(how, rounds, tiny_targets, 
 
 def test_an_eager_engine_has_nothing_to_warm_up(build, compiled):
     lines = []
-    build("ngram", mode="none").warm_up(progress=lines.append)
+    eager = build("ngram", mode="none")
+    eager.warm_up(progress=lines.append)
     assert not lines and not compiled
+    with pytest.raises(ValueError, match="unknown setting 'bogus'"):  # checked all the same
+        eager.warm_up(PROMPTS[:1], bogus=3)
 
 
 def test_what_is_refused(build, compiled):

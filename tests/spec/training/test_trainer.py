@@ -160,6 +160,7 @@ REFUSED = {
     "drafter.target_layer_ids": ([1, 4], "the target has layers 0..3"),
     "drafter.mask_token_id": (53, "the target's ids are 0..52"),
     "train.sequence_length": (4, "does not fit"),
+    "train.seed": (2**23, "seed = 8388608: must be in 0..8388607"),
     "train.sequences": (50, "one step takes 50"),
     "train.attention": ("flex", "no backward on 'cpu'"),
     "evaluate.prompts": (["nowhere.jsonl"], "nowhere.jsonl does not exist"),
@@ -185,6 +186,8 @@ def test_output_folders_of_others_are_refused(target, data, tmp_path):
     trainer(target, data, tmp_path / "out").run_all(stop_after=1)
     with pytest.raises(ValueError, match=r"another run \(train.learning_rate was 0.0006, is 0.1\)"):
         trainer(target, data, tmp_path / "out", {"train.learning_rate": 0.1})
+    with pytest.raises(ValueError, match=r"another run .*dtype"):
+        trainer(target, data, tmp_path / "out", {"output.dtype": "bfloat16"})
     trainer(target, data, tmp_path / "out", {"train.chunk_blocks": 1, "train.log_every": 3})  # may differ
     config = tmp_path / "train.toml"
     (tmp_path / "taken").mkdir()
@@ -195,6 +198,25 @@ def test_output_folders_of_others_are_refused(target, data, tmp_path):
     config.write_text("\n".join(lines))
     assert main(["train", "--config", str(config)]) == 2
     assert [p.name for p in (tmp_path / "taken").iterdir()] == ["thesis.txt"]
+
+
+def test_a_damaged_checkpoint_is_told(target, data, tmp_path):
+    trainer(target, data, tmp_path / "out").run_all(stop_after=1)
+    (tmp_path / "out" / "checkpoint.pt").write_text("garbage")
+    with pytest.raises(ValueError, match=r"checkpoint.pt cannot be read"):
+        trainer(target, data, tmp_path / "out")
+
+
+def test_an_end_during_the_first_save_locks_nothing(target, data, tmp_path, monkeypatch):
+    def killed(*rest):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("spec.training.trainer.write_folder", killed)
+        trainer(target, data, tmp_path / "out").run_all(stop_after=1)
+    again = trainer(target, data, tmp_path / "out")
+    again.run_all(stop_after=2)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("taken", ["eos_token_id", "bos_token_id", "pad_token_id"])
