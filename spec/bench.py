@@ -75,6 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.steps and arguments.prompts:
         raise ValueError("--steps times fixed shapes and takes no --prompts")
+    if arguments.prompts and (arguments.parts or arguments.context):
+        raise ValueError("--parts and --context belong to the steps mode, which takes no --prompts")
     if arguments.repeat is not None and arguments.repeat < 1:
         raise ValueError(f"--repeat {arguments.repeat}: must be at least 1")
     check_writable(arguments.json)

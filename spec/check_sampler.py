@@ -226,7 +226,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `flashtree check-sampler`."""
     parser.add_argument("sampler", metavar="NAME", help='registered name, or "package.module:Class"')
     parser.add_argument("--trees", default="chain,best_first,static", help="tree policies, by comma")
-    parser.add_argument("--error", type=float, default=0.005, metavar="TV", help="what is to be caught (0.005)")
+    parser.add_argument("--error", type=float, metavar="TV", help="what is to be caught (0.005)")
     parser.add_argument("--quick", action="store_true", help="catch 2 %% only: a sixteenth of the draws")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
 
@@ -238,7 +238,9 @@ def run(arguments: argparse.Namespace) -> int:
     from .config import parse_override
     from .report import table
 
-    error = 0.02 if arguments.quick else arguments.error
+    if arguments.quick and arguments.error is not None:
+        raise ValueError("--quick and --error both say what is to be caught; give one of them")
+    error = 0.02 if arguments.quick else 0.005 if arguments.error is None else arguments.error
     if not 0.0 < error < 1.0:
         raise ValueError(f"--error {error}: must be between 0 and 1")
     sampler = build(arguments.sampler, dict(parse_override(text) for text in arguments.overrides))

@@ -261,6 +261,8 @@ def test_lossless_needs_tokens_that_can_be_compared(changes, expected, folder, p
     ("arguments", "message"),
     [
         (["bench", "--shape", "qwen3-8b-dflash"], "is a drafter's shape"),
+        (["bench", "--prompts", "P", "--parts", "verify"], "belong to the steps mode"),
+        (["check-sampler", "gumbel", "--quick", "--error", "0.3"], "give one of them"),
         (["check-lossless", "--prompts", "P", "--set", "sampling.repetition_penalty=1.3"], "use --oracle plain"),
     ],
 )
