@@ -30,9 +30,8 @@ def compile_step(step: Step, mode: str) -> Step:
         return step
     if mode not in MODES:
         raise ValueError(f"unknown compile mode '{mode}'; known: {', '.join(MODES)}")
-    keep_compiled_code()
+    _prepare()
     torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 64)
-    _shorten_log()
     compiled: Step = torch.compile(step, mode=mode, fullgraph=True, dynamic=False)
     # Without gradients whoever calls: the mode is part of what a compiled step is checked for, so that a step that is
     # warmed up in one mode and used in the other would be compiled again in the midst of a request.
@@ -48,10 +47,14 @@ def compile_function(function: Callable[..., Any], enabled: bool = True) -> Call
     """
     if not enabled:
         return function
-    keep_compiled_code()
-    _shorten_log()
+    _prepare()
     compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False)
     return compiled
+
+
+def _prepare() -> None:
+    keep_compiled_code()
+    _shorten_log()
 
 
 def _shorten_log() -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from .backend import Reference, Stream
+from .backend import Plan, Reference, Stream
 from .cache import KVCache
 from .config import ModelConfig
 from .functional import linear, soft_cap
@@ -89,11 +89,7 @@ class Transformer(nn.Module):
         assert self.inverse_frequencies is not None, "prepare() was not called"
         rope = self.config.rope
         angles = self.backend.angles(self.inverse_frequencies, rope.attention_factor, rows.position, self.dtype)
-        group = self.config.num_attention_heads // self.config.num_key_value_heads
-        plans = {
-            window: self.backend.plan(rows, cache, window, group=group, dtype=self.dtype)
-            for window in dict.fromkeys(self.config.windows)
-        }
+        plans = self.plans(rows, cache)
         stream = Stream(x=self.embed_tokens(rows.token))
         tapped: dict[int, Stream] = {}
         for index, (block, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
@@ -103,6 +99,14 @@ class Transformer(nn.Module):
         hidden = self.backend.normed(stream, self.norm)
         features = torch.cat([tapped[i].value() for i in taps], -1) if taps else None
         return Output(hidden=hidden, taps=features)
+
+    def plans(self, rows: Rows, cache: KVCache | None) -> dict[int | None, Plan]:
+        """What the layers of one window share in a forward, by window."""
+        group = self.config.num_attention_heads // self.config.num_key_value_heads
+        return {
+            window: self.backend.plan(rows, cache, window, group=group, dtype=self.dtype)
+            for window in dict.fromkeys(self.config.windows)
+        }
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [.., V] of normed hidden states [.., H], soft-capped where the config says so."""

@@ -6,17 +6,14 @@ optimal among strategies that verify a single drawn path.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .base import SAMPLERS, Acceptance, Draws, NodeContext, walk, with_fault
-from .config import SamplingConfig
 from .draws import Drawn, or_else, pick, target_law, uniforms
 from .filters import filtered
-from .greedy import accept_argmax
 
 
 @SAMPLERS.register("block_verification")
@@ -25,17 +22,11 @@ class BlockVerification(Drawn):
 
     chains_only: ClassVar[bool] = True
 
-    @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-    class Config(SamplingConfig):
-        """See `SamplingConfig`."""
-
-    def accept(self, logits: Tensor, nodes: NodeContext) -> Acceptance:
+    def sampled(self, logits: Tensor, nodes: NodeContext) -> Acceptance:
         """The longest prefix that passes its test, then a draw from what is left.
 
         Candidates without a law of their own are matched with draws from p, which is the best there is for them.
         """
-        if nodes.greedy:
-            return accept_argmax(logits, nodes, self.use_kernels)
         rows = filtered(logits, nodes, self.processors)
         p = target_law(rows.score, nodes)
         found = walk(pick(p, nodes), nodes) if nodes.draws is None else self.longest(p, nodes, nodes.draws)

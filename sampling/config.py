@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from .base import Acceptance, NodeContext
 from .filters import Processor
+from .greedy import accept_argmax
 from .params import FEATURES, MAX_SEED, SamplingParams, SlotParams
 
 
@@ -70,8 +72,9 @@ def check_features(params: SamplingParams, features: tuple[str, ...]) -> None:
 
 
 class Sampling:
-    """Base of the strategies that sample; how they choose is theirs."""
+    """Base of the strategies that sample; how they choose is theirs: `sampled`."""
 
+    Config: ClassVar[type[SamplingConfig]] = SamplingConfig
     lossless: ClassVar[bool] = True
     chains_only: ClassVar[bool] = False
     use_kernels = False  # set by the engine where kernels may run
@@ -96,6 +99,14 @@ class Sampling:
     def perturb(self, logits: Tensor, position: Tensor, params: SlotParams) -> Tensor:
         """The drafter keeps its own best candidates."""
         return logits
+
+    def accept(self, logits: Tensor, nodes: NodeContext) -> Acceptance:
+        """The argmax where nobody wants more, else `sampled`."""
+        return accept_argmax(logits, nodes, self.use_kernels) if nodes.greedy else self.sampled(logits, nodes)
+
+    def sampled(self, logits: Tensor, nodes: NodeContext) -> Acceptance:
+        """`accept` of a round in which some request samples."""
+        raise NotImplementedError
 
 
 def find_processor(path: str) -> Processor:

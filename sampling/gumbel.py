@@ -7,16 +7,14 @@ own choice in any case, whatever the tree, so speculation cannot change it. (Dal
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .base import SAMPLERS, Acceptance, NodeContext, walk, with_fault
-from .config import Sampling, SamplingConfig
+from .config import Sampling
 from .filters import Filtered, changed, filtered, min_p_limit
-from .greedy import accept_argmax
 from .noise import gumbel_noise, row_keys
 from .params import SlotParams
 
@@ -26,10 +24,6 @@ class Gumbel(Sampling):
     """Exact sampling with shared noise; at temperature 0 greedy. The default."""
 
     stream: ClassVar[int] = 0
-
-    @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-    class Config(SamplingConfig):
-        """See `SamplingConfig`."""
 
     def perturb(self, logits: Tensor, position: Tensor, params: SlotParams) -> Tensor:
         """The drafter's log-probabilities at the request's temperature, with the noise its tokens will meet."""
@@ -48,10 +42,8 @@ class Gumbel(Sampling):
         sampled = temperature > 0
         return torch.where(sampled, (logits - best) / torch.where(sampled, temperature, 1.0) + noise, logits)
 
-    def accept(self, logits: Tensor, nodes: NodeContext) -> Acceptance:
+    def sampled(self, logits: Tensor, nodes: NodeContext) -> Acceptance:
         """The noisy argmax of each row, then the walk."""
-        if nodes.greedy:
-            return accept_argmax(logits, nodes, self.use_kernels)
         if self.use_kernels:
             token, fault = self._chosen(logits, nodes)
         else:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 # Two independent 32-bit lanes make the key of a row; the constants are digits of pi.
 LANES = (0x243F6A88, 0x13198A2E)
+# Of `mix`, from C. Wellons' and T. Ronnberg's hash search: xorshift-multiply of two rounds.
+FACTORS = (0x21F0AAAD, 0x735A2D97)
 
 
 def mix(x: Tensor, low_bits: Tensor) -> Tensor:
@@ -19,9 +21,9 @@ def mix(x: Tensor, low_bits: Tensor) -> Tensor:
     Source: the constants of C. Wellons' and T. Ronnberg's hash search, xorshift-multiply of two rounds.
     """
     x = x ^ (x >> 16)
-    x = (x * 0x21F0AAAD) & low_bits
+    x = (x * FACTORS[0]) & low_bits
     x = x ^ (x >> 15)
-    x = (x * 0x735A2D97) & low_bits
+    x = (x * FACTORS[1]) & low_bits
     return x ^ (x >> 15)
 
 

@@ -10,35 +10,25 @@ Why trees may share the draws of a depth, and what their shape may depend on: do
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
 from .base import SAMPLERS, Acceptance, Draws, NodeContext, walk, with_fault
-from .config import SamplingConfig
 from .draws import Drawn, or_else, pick, target_law, uniforms
 from .filters import filtered
-from .greedy import accept_argmax
 
 
 @SAMPLERS.register("rejection")
 class Rejection(Drawn):
     """Exact sampling; candidates are drawn, and replaced by draws from exact residuals where they are rejected."""
 
-    @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-    class Config(SamplingConfig):
-        """See `SamplingConfig`."""
-
-    def accept(self, logits: Tensor, nodes: NodeContext) -> Acceptance:
+    def sampled(self, logits: Tensor, nodes: NodeContext) -> Acceptance:
         """Each row's token, as if the path led there; then the walk.
 
         The randomness after a row is its position's own, so that one token a row can be chosen before it is known
         which rows are on the path. Candidates without a law of their own are accepted with p(x), then p without x is
         left: that is drawing from p, and accepting the child that is equal.
         """
-        if nodes.greedy:
-            return accept_argmax(logits, nodes, self.use_kernels)
         rows = filtered(logits, nodes, self.processors)
         p = target_law(rows.score, nodes)
         token = pick(p, nodes) if nodes.draws is None else self.choose(p, nodes, nodes.draws)

@@ -6,15 +6,11 @@ see the noise: drafts are right only as often as two independent draws agree.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
-from torch import Tensor
-
 from .base import SAMPLERS
-from .config import SamplingConfig
+from .config import Sampling
 from .gumbel import Gumbel
-from .params import SlotParams
 
 
 @SAMPLERS.register("token_match")
@@ -22,11 +18,4 @@ class TokenMatch(Gumbel):
     """Exact sampling with noise of its own."""
 
     stream: ClassVar[int] = 1
-
-    @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-    class Config(SamplingConfig):
-        """See `SamplingConfig`."""
-
-    def perturb(self, logits: Tensor, position: Tensor, params: SlotParams) -> Tensor:
-        """The drafter keeps its own best candidates."""
-        return logits
+    perturb = Sampling.perturb  # the drafter does not see the noise

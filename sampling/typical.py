@@ -16,7 +16,6 @@ from .base import SAMPLERS, Acceptance, NodeContext, walk, with_fault
 from .config import Sampling, SamplingConfig
 from .draws import pick, target_law
 from .filters import filtered
-from .greedy import accept_argmax
 
 
 @SAMPLERS.register("typical")
@@ -43,10 +42,8 @@ class Typical(Sampling):
                 if not 0.0 < getattr(self, name) <= 1.0:
                     raise ValueError(f"{name} = {getattr(self, name)}: must be in (0, 1]")
 
-    def accept(self, logits: Tensor, nodes: NodeContext) -> Acceptance:
+    def sampled(self, logits: Tensor, nodes: NodeContext) -> Acceptance:
         """Each row's most probable child, if it is likely enough; else a draw from p. Then the walk."""
-        if nodes.greedy:
-            return accept_argmax(logits, nodes, self.use_kernels)
         rows = filtered(logits, nodes, self.processors)
         p = target_law(rows.score, nodes)
         entropy = -(p * p.clamp(min=1e-38).log()).sum(-1)

@@ -240,7 +240,7 @@ class Engine:
 
     def _launch(self, running: dict[int, Running], plain: bool) -> None:
         nodes = 1 if plain else self.nodes
-        greedy = all(self.sampler.always_argmax(live.request.sampling) for live in running.values())
+        greedy = all(live.greedy for live in running.values())
         with torch.profiler.record_function(ROUND):
             if self._mode == "none":
                 behind = len(self._readback) * (self.state.depth + 1)

@@ -163,14 +163,10 @@ class AttentionAlone(nn.Module):
     def forward(self) -> None:
         """Each layer reads its own context; the fresh K/V are whatever the scratch holds."""
         engine, config = self.engine, self.engine.target.config
-        cache, backend = engine.state.cache, engine.target.backend
+        cache = engine.state.cache
         count = torch.full_like(engine.state.length, self.token.shape[1])
         rows = chain(token=self.token, start=engine.state.length, count=count, rows=self.rows, bound=self.bound)
-        group = config.num_attention_heads // config.num_key_value_heads
-        plans = {
-            window: backend.plan(rows, cache, window, group=group, dtype=self.q.dtype)
-            for window in dict.fromkeys(config.windows)
-        }
+        plans = engine.target.plans(rows, cache)
         for index, window in enumerate(config.windows):
             view = cache.view(index)
             k, v = view.scratch_k[: self.rows], view.scratch_v[: self.rows]

@@ -24,6 +24,7 @@ class Running:
 
     Attributes:
         index: the request's number in the caller's list.
+        greedy: it wants nothing but the argmax.
         emitted: tokens the device has emitted, those behind a stop string included.
     """
 
@@ -32,6 +33,7 @@ class Running:
     text: TextStream
     stats: Stats
     plain: bool
+    greedy: bool
     first_token_at: float = 0.0
     emitted: int = 0
 
@@ -46,7 +48,10 @@ class Running:
             prefill_seconds=now - began,
         )
         text = TextStream(engine.tokenizer, request.stop)
-        return cls(index=index, request=request, text=text, stats=stats, plain=plain, first_token_at=now)
+        greedy = engine.sampler.always_argmax(request.sampling)
+        return cls(
+            index=index, request=request, text=text, stats=stats, plain=plain, greedy=greedy, first_token_at=now
+        )  # fmt: skip
 
     @property
     def committed(self) -> int:

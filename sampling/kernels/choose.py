@@ -17,12 +17,13 @@ from torch import Tensor
 
 from modelkit.kernels.launch import launch, release, wait
 
+from .. import filters
 from .perturb import CHUNK, best_kernel, noise, row_best
 
 DIGITS = tl.constexpr(16)
 SHIFTS = tuple(range(28, -1, -4))
-FARTHEST = tl.constexpr(0x7F800000)  # bits of +inf
-MASS_ONE = tl.constexpr(2.0**35)
+FARTHEST = tl.constexpr(filters.FARTHEST)
+MASS_ONE = tl.constexpr(filters.MASS_ONE)
 NOBODY = tl.constexpr(2**31 - 1)
 
 

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from modelkit.kernels.launch import launch, release, wait
 
+from ..noise import FACTORS
+
 CHUNK = 4096  # ids of a program
+FIRST_FACTOR, SECOND_FACTOR = (tl.constexpr(factor) for factor in FACTORS)
 
 
 @triton.jit
@@ -45,9 +48,9 @@ def row_best(best, row, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr):
 def _mix(x):
     """`noise.mix` in the arithmetic that it emulates."""
     x = x ^ (x >> 16)
-    x = x * 0x21F0AAAD
+    x = x * FIRST_FACTOR
     x = x ^ (x >> 15)
-    x = x * 0x735A2D97
+    x = x * SECOND_FACTOR
     return x ^ (x >> 15)
 
 
