@@ -128,9 +128,10 @@ def flatten(
             token=token.reshape(-1), position=position.reshape(-1), slot=slot, parent=flat_parent.reshape(-1),
             valid=valid.reshape(-1), ancestors=ancestors.reshape(rows, -1), row_offset=start, width=width, bound=bound,
         )  # fmt: skip
-    start = torch.nn.functional.pad(count.cumsum(0), (1, 0))
+    end = count.cumsum(0)
+    start = torch.nn.functional.pad(end, (1, 0))
     index = torch.arange(rows, device=device)
-    slot = torch.searchsorted(start[1:].contiguous(), index, right=True)
+    slot = (index[:, None] >= end).sum(-1)  # not searchsorted: inductor of torch 2.11 cannot compile it here
     used = slot < slots
     owner = slot.clamp(max=slots - 1)
     local = (index - start[owner]).clamp(0, width - 1)

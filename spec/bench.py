@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps.add_argument("--context", metavar="N,..", help="context lengths (default 1024,8192 as far as there is room)")
     steps.add_argument("--batch", default="1", metavar="N,..", help="slots")
     steps.add_argument("--parts", metavar="NAME,..", help="only these, as the table calls them: 'plain step,verify'")
+    steps.add_argument("--sampling", action="store_true", help="in place of the parts: what sampling adds to a round")
     prompts = parser.add_argument_group("prompts mode")
     prompts.add_argument("--prompts", nargs="+", metavar="FILE", help="prompt files (.jsonl or text)")
     prompts.add_argument("--limit", type=int, default=6, metavar="N", help="prompts, taken evenly from the files")
@@ -70,17 +71,21 @@ class Timing:
 
 def run(arguments: argparse.Namespace) -> int:
     """Time and print; exit code 1 if outputs of whole prompts differ beyond near-ties."""
+    from .bench_sampling import run_sampling
     from .bench_steps import run_steps, with_shape
     from .config import parse_override
 
-    if arguments.steps and arguments.prompts:
-        raise ValueError("--steps times fixed shapes and takes no --prompts")
+    for name in ("steps", "sampling"):
+        if getattr(arguments, name) and arguments.prompts:
+            raise ValueError(f"--{name} times fixed shapes and takes no --prompts")
     if arguments.prompts and (arguments.parts or arguments.context):
         raise ValueError("--parts and --context belong to the steps mode, which takes no --prompts")
     if arguments.repeat is not None and arguments.repeat < 1:
         raise ValueError(f"--repeat {arguments.repeat}: must be at least 1")
     check_writable(arguments.json)
     config = with_shape(arguments.config, dict(parse_override(text) for text in arguments.overrides), arguments.shape)
+    if arguments.sampling:
+        return run_sampling(arguments, config)
     return run_prompts(arguments, config) if arguments.prompts else run_steps(arguments, config)
 
 

@@ -2,7 +2,7 @@
 
 For each number of slots and each context length: a plain step, verifications of given widths, draft, tree, accept,
 commit, the whole round, a prefill chunk; beside each the bytes it must move and how much of the measured bandwidth that
-is. Needs no prompts: every slot holds random token ids, by the engine's own prefill.
+is. Needs no prompts: every slot holds random token ids, and noise for a context.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from modelkit.registry import unknown_name
 from .config import GenerateConfig, load_config
 from .engine import Engine
 from .generate import describe
-from .parts import AttentionAlone, Parts, PrefillChunk, Saved, Verify, occupy, vacate
+from .parts import AttentionAlone, Parts, PrefillChunk, Saved, Verify, furnish, vacate
 from .report import machine_line, table
 from .sources import drafter_shape, shape_file, target_shapes, target_source
 from .timing import BATCH, copy_bandwidth, synchronisations, timed
@@ -36,7 +37,19 @@ from .traffic import part_bytes
 MARGIN = 256  # positions behind the context, for what the timed rounds commit
 PROMPT, NEW = 128, 2  # the request whose first token is timed
 PEER_TOKENS = 64
-PARTS = ("plain step", "verify", "attention", "draft", "tree", "accept", "commit", "round", "prefill chunk")
+FIRST_TOKEN = "first token"
+PARTS = (
+    FIRST_TOKEN,
+    "plain step",
+    "verify",
+    "attention",
+    "draft",
+    "tree",
+    "accept",
+    "commit",
+    "round",
+    "prefill chunk",
+)
 
 
 def numbers(text: str, option: str) -> list[int]:
@@ -92,7 +105,7 @@ class Plan:
         contexts: committed lengths.
         batches: numbers of slots.
         room: positions a slot needs.
-        parts: of PARTS, those that are timed.
+        parts: of PARTS, those that are timed; first tokens of requests are timed once.
     """
 
     rows: list[int]
@@ -108,7 +121,7 @@ class Plan:
         Raises:
             ValueError: not numbers, or the target or a forward has no room for them.
         """
-        source = target_source(config.target.path, _tell)
+        source = target_source(config.target.path, tell)
         file = source if source.is_file() else source / "config.json"
         limit = ModelConfig.from_dict(read_json(file), str(file)).max_position_embeddings
         rows, batches = numbers(arguments.rows, "--rows"), numbers(arguments.batch, "--batch")
@@ -134,7 +147,7 @@ class Plan:
     def engine(self, config: GenerateConfig, batch: int) -> Engine:
         """An engine of so many slots with room for the longest context."""
         sized = load_config(config, {"engine.slots": batch, "engine.max_model_len": self.room})
-        return Engine(sized, progress=_tell, random_weights=True)
+        return Engine(sized, progress=tell, random_weights=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,9 +193,9 @@ class Bench:
         """All parts at one context length, as a record."""
         engine = self.engine
         vacate(engine)
-        occupy(engine, random_prompts(engine, context))
+        furnish(engine, random_prompts(engine, context))
         saved = Saved(engine)
-        _tell(f"{engine.state.slots} slot(s), context {context}")
+        tell(f"{engine.state.slots} slot(s), context {context}")
         eager = self.mode == "none"
         if eager or not self._steps:  # an eager step reads as far as its bound; a compiled one must serve all contexts
             longest = context + BATCH * (engine.drafter.depth + 1)
@@ -204,25 +217,35 @@ class Bench:
     def _make(self, bound: int) -> dict[tuple[str, int | None], Step]:
         engine, slots = self.engine, self.engine.state.slots
         tree_rows = slots * engine.nodes
-        parts = Parts(engine, bound).in_order()
-        made: dict[tuple[str, int | None], Step] = {
-            ("plain step", slots): functools.partial(engine.step, slots, bound, True),
-            **{("verify", slots * n): Verify(engine, n, bound).step for n in self.plan.rows},
-            **{("attention", slots * n): AttentionAlone(engine, n, bound) for n in self.plan.rows},
-            ("draft", None): parts["draft"],
-            ("tree", None): parts["tree"],
-            # In place of a chain as wide as the tree, if that was asked for.
-            ("verify", tree_rows): parts["verify"],
-            ("accept", tree_rows): parts["accept"],
-            ("commit", None): parts["commit"],
-            ("round", tree_rows): functools.partial(engine.step, tree_rows, bound),
-            ("prefill chunk", engine.config.engine.prefill_chunk): PrefillChunk(engine, bound),
-        }
-        compiled = {key: compile_step(step, self.mode) for key, step in made.items()}
-        if self.mode != "none":  # the engine's own, which the first request has compiled already
-            compiled["plain step", slots] = engine.compiled_step(slots, True)
-            compiled["round", tree_rows] = engine.compiled_step(tree_rows)
-        return {key: step for key, step in compiled.items() if key[0] in self.plan.parts}
+        compiling = self.mode != "none"
+        made: dict[tuple[str, int | None], Step] = {}
+
+        def add(part: str, rows: int | None, make: Callable[[], Step], compiled: bool = False) -> None:
+            if part in self.plan.parts:
+                made[part, rows] = make() if compiled else compile_step(make(), self.mode)
+
+        def whole(
+            rows: int, plain: bool
+        ) -> Step:  # compiled, the engine's own: the first request has compiled it already
+            return (
+                engine.compiled_step(rows, plain) if compiling else functools.partial(engine.step, rows, bound, plain)
+            )
+
+        parts = functools.cache(lambda: Parts(engine, bound).in_order())  # making them runs them once
+        add("plain step", slots, lambda: whole(slots, True), compiled=True)
+        for n in self.plan.rows:
+            add("verify", slots * n, functools.partial(_verify_step, engine, n, bound))
+        for n in self.plan.rows:
+            add("attention", slots * n, functools.partial(AttentionAlone, engine, n, bound))
+        add("draft", None, lambda: parts()["draft"])
+        add("tree", None, lambda: parts()["tree"])
+        # In place of a chain as wide as the tree, if that was asked for.
+        add("verify", tree_rows, lambda: parts()["verify"])
+        add("accept", tree_rows, lambda: parts()["accept"])
+        add("commit", None, lambda: parts()["commit"])
+        add("round", tree_rows, lambda: whole(tree_rows, False), compiled=True)
+        add("prefill chunk", engine.config.engine.prefill_chunk, lambda: PrefillChunk(engine, bound))
+        return made
 
     def _first_run(self, key: tuple[str, int | None], saved: Saved) -> float:
         part, rows = key
@@ -233,7 +256,7 @@ class Bench:
         seconds = time.perf_counter() - began
         saved.restore()
         if self.mode != "none" and seconds > 1:
-            _tell(f"  {part}" + (f", {rows} rows" if rows else "") + f": compiled in {seconds:.0f} s")
+            tell(f"  {part}" + (f", {rows} rows" if rows else "") + f": compiled in {seconds:.0f} s")
         return seconds
 
     def _figure(self, key: tuple[str, int | None], moved: int | None, first_run: float, saved: Saved) -> Figure:
@@ -246,6 +269,10 @@ class Bench:
             part=key[0], rows=key[1], ms=ms, device_ms=device_ms, bytes=moved, fraction=fraction,
             first_run_s=first_run,
         )  # fmt: skip
+
+
+def _verify_step(engine: Engine, rows: int, bound: int) -> Step:
+    return Verify(engine, rows, bound).step
 
 
 def random_prompts(engine: Engine, length: int) -> list[list[int]]:
@@ -276,7 +303,7 @@ def peer_steps(engine: Engine, contexts: list[int]) -> list[dict[str, Any]]:
     model, found = None, []
     for name, make in transformers_variants(engine).items():
         for context in contexts:
-            _tell(f"{engine.state.slots} slot(s), context {context}: {name}")
+            tell(f"{engine.state.slots} slot(s), context {context}: {name}")
             entry: dict[str, Any] = {"system": name, "context": context}
             try:
                 model = model or transformers_model(engine)
@@ -301,7 +328,7 @@ def run_steps(arguments: argparse.Namespace, config: GenerateConfig) -> int:
         if not record["runs"]:
             record |= {"machine": machine_line(engine), "mode": config.compile.resolved_mode(config.target.device)}
             record |= {"kernels": engine.target.backend.name, "load_s": time.perf_counter() - began}
-            record["first_token"] = first_tokens(engine)
+            record["first_token"] = first_tokens(engine) if FIRST_TOKEN in plan.parts else None
             record["bandwidth"] = copy_bandwidth(device)
             print(_head(record, engine))
         if device.type == "cuda":
@@ -332,10 +359,14 @@ def _head(record: dict[str, Any], engine: Engine) -> str:
         f"{describe(engine)}, mode {record['mode']}, kernels {record['kernels']}",
         record["machine"],
         f"copy bandwidth {record['bandwidth'] / 1e9:.1f} GB/s, read and written",
-        f"loading {record['load_s']:.1f} s; first token of {first['prompt_tokens']} prompt tokens: cold "
-        f"{first['cold_s']:.2f} s, warm {first['warm_s']:.3f} s; {NEW} tokens: cold {first['cold_request_s']:.2f} s, "
-        f"warm {first['warm_request_s']:.3f} s",
+        f"loading {record['load_s']:.1f} s",
     ]
+    if first is not None:
+        lines[-1] += (
+            f"; first token of {first['prompt_tokens']} prompt tokens: cold {first['cold_s']:.2f} s, warm "
+            f"{first['warm_s']:.3f} s; {NEW} tokens: cold {first['cold_request_s']:.2f} s, warm "
+            f"{first['warm_request_s']:.3f} s"
+        )
     if record["random_weights"]:
         lines.append("random weights: times are those of the shape, acceptance means nothing")
     return "\n".join(lines)
@@ -375,5 +406,6 @@ def _cell(value: Any, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def _tell(line: str) -> None:
+def tell(line: str) -> None:
+    """A line about progress."""
     print(line, file=sys.stderr, flush=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelkit.cache import KVCache
 from modelkit.compile import Step
 from modelkit.rows import chain
 
@@ -233,6 +234,34 @@ def occupy(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
     settings = {"max_new_tokens": engine.capacity, "ignore_eos": True}
     for slot, request in enumerate(engine._prepare(list(prompts), None, settings)):
         engine.prefill(slot, request)
+
+
+@torch.no_grad()
+def furnish(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
+    """As `occupy`, with noise for K/V in place of a prefill: parts take the same time, and no prefill is compiled.
+
+    Args:
+        engine: idle.
+        prompts: as `occupy` takes them, all of one length.
+
+    Raises:
+        ValueError: as `occupy`.
+    """
+    assert len(prompts) == engine.state.slots and len(set(map(len, prompts))) == 1
+    state, length = engine.state, len(prompts[0])
+    settings = {"max_new_tokens": engine.capacity, "ignore_eos": True}
+    for slot, request in enumerate(engine._prepare(list(prompts), None, settings)):
+        ids = torch.tensor(request.prompt_ids, device=engine.target.device)
+        state.admit(slot, ids, engine.capacity, request.stop_ids, request.sampling)
+        engine.drafter.reset(slot)
+        state.tokens[slot, length] = state.anchor[slot] = ids[-1]  # for the token that a prefill emits
+    state.total[:] = length + 1
+    for cache in (state.cache, getattr(engine.drafter, "cache", None)):
+        if isinstance(cache, KVCache):
+            cache.length[:-1] = length
+            for layer in cache.all_layers():
+                layer.k.normal_()
+                layer.v.normal_()
 
 
 def vacate(engine: Engine) -> None:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from .bench_steps import with_shape
 from .cli import add_config_arguments, check_writable
-from .config import load_config, parse_override
+from .config import parse_override
 from .engine import ROUND, Engine
 from .generate import describe
 from .prompts import as_chat, encode_all, read_prompts
@@ -54,6 +55,7 @@ class Trace:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `flashtree trace`."""
     add_config_arguments(parser)
+    parser.add_argument("--shape", metavar="NAME", help="a shape (or a config.json) as target, random weights")
     parser.add_argument("--prompt", help="default: a list to be rewritten, which repeats itself in part")
     parser.add_argument("--rounds", type=int, default=100, metavar="N", help="rounds to look at (default 100)")
     parser.add_argument("--plain", action="store_true", help="decode without speculation")
@@ -74,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(line, file=sys.stderr)
 
     overrides = dict(parse_override(text) for text in arguments.overrides)
-    engine = Engine(load_config(arguments.config, overrides), progress=say)
+    engine = Engine(with_shape(arguments.config, overrides, arguments.shape), progress=say, random_weights=True)
     prompts = as_chat(read_prompts([arguments.prompt or PROMPT], None)) if engine.tokenizer is not None else []
     vocabulary = engine.target.config.vocab_size
     # Without a tokenizer any ids will do, as long as they repeat in part.

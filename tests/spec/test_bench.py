@@ -12,12 +12,23 @@ import torch
 from modelkit.rows import chain
 from spec import Engine, load_config
 from spec.cli import main
-from spec.parts import AttentionAlone, Held, Parts, PrefillChunk, Saved, Verify, occupy, vacate
+from spec.parts import AttentionAlone, Held, Parts, PrefillChunk, Saved, Verify, furnish, occupy, vacate
 from spec.sources import drafter_shape, shapes, target_shapes
 from spec.traffic import part_bytes
 
 CAPACITY = 96
-PARTS = {"plain step", "verify", "attention", "draft", "tree", "accept", "commit", "round", "prefill chunk"}
+PARTS = {
+    "first token",
+    "plain step",
+    "verify",
+    "attention",
+    "draft",
+    "tree",
+    "accept",
+    "commit",
+    "round",
+    "prefill chunk",
+}
 
 
 @pytest.fixture
@@ -223,7 +234,7 @@ def test_steps_mode(draft, target, drafter, tmp_path, capsys):
     assert set(record["compiler"]) == {"graphs", "skipped", "partitions", "non_static_inputs"}
     assert [(run["batch"], run["context"]) for run in record["runs"]] == [(1, 8), (1, 24), (2, 8), (2, 24)]
     for run in record["runs"]:
-        assert {part["part"] for part in run["parts"]} == PARTS
+        assert {part["part"] for part in run["parts"]} == PARTS - {"first token"}
         widths = [part["rows"] for part in run["parts"] if part["part"] == "verify"]
         assert sorted(widths) == [run["batch"] * n for n in (1, 4, 16)]
         assert all(part["ms"] > 0 and part["device_ms"] is None for part in run["parts"])
@@ -236,10 +247,46 @@ def test_steps_mode(draft, target, drafter, tmp_path, capsys):
 def test_only_some_parts(target, tmp_path):
     out = tmp_path / "steps.json"
     assert steps(target, "--parts", "verify, attention", "--json", out) == 0
+    assert json.loads(out.read_text())["first_token"] is None
     for run in json.loads(out.read_text())["runs"]:
         assert {part["part"] for part in run["parts"]} == {"verify", "attention"}
         assert sorted(p["rows"] for p in run["parts"] if p["part"] == "attention") == [1, 4]
         assert all(part["bytes"] > 0 for part in run["parts"])
+
+
+@pytest.mark.parametrize("draft", ["ngram", "dflash"])
+def test_a_furnished_slot_is_as_a_prompt_leaves_it(tiny_targets, tiny_drafters, draft):
+    engine = engine_of(tiny_targets, tiny_drafters, draft, "best_first", slots=2)
+    prompts = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    found = []
+    for fill in (occupy, furnish):
+        vacate(engine)
+        fill(engine, prompts)
+        lengths = [engine.state.cache.length]
+        lengths += [engine.drafter.cache.length] if draft == "dflash" else []
+        state = engine.state
+        now = [*lengths, state.total, state.limit, state.active, state.pending_count, state.reason, state.tokens[:, :5]]
+        found.append([value.tolist() for value in now])
+    assert found[0] == found[1]
+    before = engine.state.total.tolist()
+    engine.step(2 * engine.nodes, CAPACITY)
+    assert all(b > a for a, b in zip(before, engine.state.total.tolist(), strict=True))
+
+
+def test_sampling_mode(target, tmp_path, capsys):
+    out = tmp_path / "sampling.json"
+    assert steps(target, "--sampling", "--json", out) == 0
+    record = json.loads(out.read_text())
+    names = [found["name"] for found in record["rounds"]]
+    assert names.count("greedy") == 2 and "top_p 0.9, min_p 0.05" in names and "penalties" in names
+    for found in record["rounds"]:
+        assert found["ms"] > 0 and (found["over_greedy"] == 1) >= (found["name"] == "greedy")
+    assert "over greedy" in capsys.readouterr().out
+
+
+def test_sampling_mode_needs_a_sampler_that_samples(target, capsys):
+    assert steps(target, "--sampling", "--set", "sampling.name=greedy") == 2
+    assert "sampler 'greedy' does not sample" in capsys.readouterr().err
 
 
 def test_an_unknown_part_is_refused(target, capsys):
