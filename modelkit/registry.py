@@ -47,6 +47,8 @@ def read_value(annotation: Any, value: Any) -> Any:
         fits = value is None
     elif origin is tuple or origin is list:
         return _read_sequence(origin, args, value)
+    elif origin is Callable:
+        fits = callable(value)
     elif origin is dict:
         if not isinstance(value, Mapping):
             raise TypeError

@@ -8,10 +8,11 @@ from . import token_match as _token_match
 from . import typical as _typical
 from .base import FAULTS, SAMPLERS, Acceptance, Draws, NodeContext, Sampler, walk
 from .draws import Drawn
+from .host import HostContext
 from .params import SamplingParams, SlotParams
 
 __all__ = [
-    "FAULTS", "SAMPLERS", "Acceptance", "Drawn", "Draws", "NodeContext", "Sampler", "SamplingParams", "SlotParams",
-    "walk",
+    "FAULTS", "SAMPLERS", "Acceptance", "Drawn", "Draws", "HostContext", "NodeContext", "Sampler", "SamplingParams",
+    "SlotParams", "walk",
 ]  # fmt: skip
 del _block_verification, _greedy, _gumbel, _rejection, _token_match, _typical

@@ -48,7 +48,7 @@ class NodeContext:
         max_depth: L, a host constant.
         width: N where every slot has exactly N rows (R = S * N), else 0; a host constant.
         params: the slots' sampling parameters; None where a strategy needs none.
-        greedy: host constant: no request of this forward wants anything but the argmax of the target's own logits.
+        greedy: host constant: no request of this forward wants anything but the argmax of the logits.
         draws: where the rows' tokens come from, if they were drawn (see `draws.Drawn`); None if they are a function of
             what is known, or if there are roots only.
     """
@@ -105,6 +105,8 @@ class Sampler(Protocol):
         chains_only: whether it needs a tree policy without siblings.
         features: what of `params.FEATURES` requests may use; each costs time in every round that samples.
         use_kernels: set by the engine where kernels may run; a strategy without kernels has no such attribute.
+        host_processors: what the engine has to do to the logits before `accept`, see `host.HostProcessor`; a strategy
+            whose config has none has no such attribute.
     """
 
     Config: ClassVar[type[Any]]
@@ -121,7 +123,7 @@ class Sampler(Protocol):
         ...
 
     def always_argmax(self, params: SamplingParams) -> bool:
-        """Whether a request with these parameters gets nothing but the argmax of the target's own logits."""
+        """Whether a request with these parameters gets nothing but the argmax of the logits that `accept` is given."""
         ...
 
     def perturb(self, logits: Tensor, position: Tensor, params: SlotParams) -> Tensor:
@@ -173,12 +175,17 @@ def walk(target: Tensor, nodes: NodeContext) -> Acceptance:
     return Acceptance(path=path, token=token, count=(path >= 0).sum(-1))
 
 
-def with_fault(accepted: Acceptance, row_fault: Tensor) -> Acceptance:
+def with_fault(accepted: Acceptance, row_fault: Tensor | None) -> Acceptance:
     """Add the faults of the rows on the path (the highest number, where there are several).
 
     Args:
-        accepted: what the walk gave.
-        row_fault: int64 [R], indices into FAULTS. Rows off the path do not matter: nothing was taken from them.
+        accepted: what the walk gave. A fault that is there already stays where the rows have none.
+        row_fault: int64 [R], indices into FAULTS; None is none. Rows off the path do not matter: nothing was taken from
+            them.
     """
+    if row_fault is None:
+        return accepted
     fault = torch.where(accepted.path < 0, 0, row_fault[accepted.path.clamp(min=0)]).amax(-1)
+    if accepted.fault is not None:
+        fault = torch.where(fault > 0, fault, accepted.fault)
     return Acceptance(path=accepted.path, token=accepted.token, count=accepted.count, fault=fault)

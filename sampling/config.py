@@ -6,15 +6,14 @@ Knows neither noise nor trees.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import secrets
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from .base import Acceptance, NodeContext
-from .filters import Processor
 from .greedy import accept_argmax
+from .host import GivenProcessor, find_processor, host_processors
 from .params import FEATURES, MAX_SEED, SamplingParams, SlotParams
 
 
@@ -27,8 +26,10 @@ class SamplingConfig:
         repetition_penalty, presence_penalty, frequency_penalty: the same.
         filters: what requests may use: any of top_k, top_p, min_p, penalties, logit_bias (banned token ids included).
             What is not listed costs nothing. None is top_k, top_p, min_p and whatever the defaults above need.
-        processors: "module:name" of callables `(logits [R, V], NodeContext) -> logits` that run on the device in every
-            round, in this order; traceable and of fixed shapes.
+        processors: callables `(logits [R, V], NodeContext) -> logits`, or their "module:name", that run on the device
+            in every round, in this order; traceable and of fixed shapes.
+        host_processors: callables `(logits fp32 [R, V], HostContext) -> logits`, or their "module:name", that run on
+            the CPU before everything else; any Python, and slow. See `host.py`.
     """
 
     temperature: float = 0.0
@@ -40,7 +41,8 @@ class SamplingConfig:
     frequency_penalty: float = 0.0
     seed: int | None = None
     filters: tuple[str, ...] | None = None
-    processors: tuple[str, ...] = ()
+    processors: tuple[GivenProcessor, ...] = ()
+    host_processors: tuple[GivenProcessor, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse values out of range and defaults that the filters leave out."""
@@ -82,7 +84,8 @@ class Sampling:
     def __init__(self, config: SamplingConfig) -> None:
         self.config = config
         self.features = config.features
-        self.processors = tuple(map(find_processor, config.processors))
+        self.processors = tuple(find_processor(given, "processors") for given in config.processors)
+        self.host_processors = host_processors(config.host_processors)
 
     def params(self, **changes: Any) -> SamplingParams:
         """The config's parameters, changed; without a seed, one from the operating system."""
@@ -107,19 +110,3 @@ class Sampling:
     def sampled(self, logits: Tensor, nodes: NodeContext) -> Acceptance:
         """`accept` of a round in which some request samples."""
         raise NotImplementedError
-
-
-def find_processor(path: str) -> Processor:
-    """The callable behind "package.module:name".
-
-    Raises:
-        ValueError: it cannot be imported or called.
-    """
-    module, _, name = path.partition(":")
-    try:
-        processor: Processor = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"[sampling] processors: '{path}' cannot be imported: {error}") from error
-    if not callable(processor):
-        raise ValueError(f"[sampling] processors: '{path}' is not callable")
-    return processor

@@ -2,6 +2,7 @@
 
 In this order, each step on the result of the one before (vLLM's order):
 
+    0. host processors (`host.py`)
     1. logits as fp32                         5. user processors
     2. logit bias and banned tokens           6. temperature
     3. repetition penalty                     7. min-p
@@ -85,11 +86,16 @@ def changed(logits: Tensor, nodes: NodeContext, processors: tuple[Processor, ...
         best = x.amax(-1)
         fault = torch.where(best.isnan() | (best == torch.inf), NOT_FINITE, fault)
         for process in processors:
-            x = checked(process(x, nodes), x, process)
+            x = checked(process(x, nodes), x, processor_name(process))
     return Changed(x=x, fault=fault, processed=bool(processors))
 
 
-def checked(given: Tensor, before: Tensor, process: Processor) -> Tensor:
+def processor_name(process: Callable[..., Tensor]) -> str:
+    """What messages call a processor that was not given by name."""
+    return getattr(process, "__qualname__", None) or type(process).__qualname__
+
+
+def checked(given: Tensor, before: Tensor, name: str) -> Tensor:
     """A processor's result, laid out as kernels want it; shapes are those of the trace, so this costs a round nothing.
 
     Raises:
@@ -97,7 +103,6 @@ def checked(given: Tensor, before: Tensor, process: Processor) -> Tensor:
     """
     what = f"{type(given).__name__} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
     if not isinstance(given, Tensor) or given.shape != before.shape:
-        name = getattr(process, "__qualname__", repr(process))
         raise ValueError(f"processor '{name}' must return logits {list(before.shape)}, it returned {what}")
     return given.float().contiguous()
 

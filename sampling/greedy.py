@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .base import NOT_FINITE, SAMPLERS, Acceptance, NodeContext, walk, with_fault
+from .host import GivenProcessor, host_processors
 from .params import SamplingParams, SlotParams
 
 
@@ -23,9 +24,10 @@ class Greedy:
 
     @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
     class Config:
-        """Greedy has one temperature, 0."""
+        """Greedy has one temperature, 0; for `host_processors` see `SamplingConfig`."""
 
         temperature: float = 0.0
+        host_processors: tuple[GivenProcessor, ...] = ()
 
         def __post_init__(self) -> None:
             """Refuse a temperature that greedy decoding would ignore."""
@@ -33,6 +35,7 @@ class Greedy:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.host_processors = host_processors(config.host_processors)
 
     def params(self, **changes: Any) -> SamplingParams:
         """Temperature 0 only, and nothing that changes the order of the logits."""
