@@ -98,9 +98,9 @@ def run_prompts(arguments: argparse.Namespace, config: Any) -> int:
 
     prompts = pick_prompts(arguments.prompts, arguments.limit)
     engine = Engine(config, progress=lambda line: print(line, file=sys.stderr), random_weights=True)
-    if not engine.greedy:
+    if not engine.greedy or engine.host.processors:
         raise ValueError(
-            "bench --prompts decodes greedily, as its peers do; set sampling.temperature=0 and no penalties"
+            "bench --prompts decodes greedily, as its peers do; set sampling.temperature=0, no penalties or processors"
         )
     texts = encode_all(prompts, engine.tokenizer, engine.target.config.vocab_size) * (arguments.repeat or 1)
     systems = _systems(engine, arguments.max_new_tokens, arguments.peers)

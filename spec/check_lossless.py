@@ -100,7 +100,7 @@ def _check_repeatable(base: Any, oracle: str) -> None:
         raise ValueError(f"temperature = {temperature}: transformers draws other tokens; use --oracle plain")
     config = base.sampling.config
     reordered = hasattr(config, "params") and (bool(config.processors) or not config.params(temperature=0.0).is_argmax)
-    if reordered and oracle == "transformers":
+    if (reordered or getattr(config, "host_processors", None)) and oracle == "transformers":
         raise ValueError("[sampling] has penalties, biases or processors, which transformers lacks; use --oracle plain")
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from modelkit.model import Transformer
 from modelkit.rows import chain
-from sampling import NodeContext, Sampler, SamplingParams, SlotParams
+from sampling import HostContext, NodeContext, Sampler, SamplingParams, SlotParams
 from sampling.gumbel import Gumbel
+from sampling.host import processed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +77,7 @@ def compare(
     narrow = teacher_forced(model, text, len(prompt_ids), 1)
     wide = teacher_forced(model, text, len(prompt_ids), width)
     noise = float((narrow - wide).abs().max())
-    rows = [logits[first] for logits in (narrow, wide)]
+    rows = [after_host(sampler, prompt_ids, a[:first], logits[first]) for logits in (narrow, wide)]
     if isinstance(sampler, Gumbel) and params is not None and not sampler.always_argmax(params):
         rows = [scores(sampler, params, prompt_ids, a[:first], row) for row in rows]
         noise *= max(params.repetition_penalty, 1 / params.repetition_penalty) / (params.temperature or 1.0)
@@ -93,14 +95,27 @@ def scores(
     slots.admit(0, params, torch.tensor(prompt, device=device))
     if output:
         slots.record(torch.tensor([output], device=device), torch.tensor([len(output)], device=device))
-    text = [*prompt, *output]
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    root = NodeContext(
-        token=zero + text[-1], parent=zero - 1, depth=zero, position=zero + len(text) - 1, slot=zero, local=zero,
-        valid=zero == 0, ancestors=torch.ones(1, 1, dtype=torch.int32, device=device), slots=1, max_depth=0,
-        params=slots,
-    )  # fmt: skip
+    root = NodeContext(**_root([*prompt, *output], device), params=slots)
     return sampler.noisy(logits[None], root).score[0]
+
+
+def after_host(sampler: Sampler | None, prompt: Sequence[int], output: Sequence[int], logits: Tensor) -> Tensor:
+    """Logits [V] after prompt and output as the sampler's host processors leave them, if it has any."""
+    processors = getattr(sampler, "host_processors", ())
+    if not processors:
+        return logits
+    root = _root([*prompt, *output], torch.device("cpu"))
+    return processed(logits[None], HostContext(**root, prompts=[prompt], outputs=[output]), processors).logits[0]
+
+
+def _root(text: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """Fields of a `NodeContext` of one row, the text's last token."""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return {
+        "token": zero + text[-1], "parent": zero - 1, "depth": zero, "position": zero + len(text) - 1, "slot": zero,
+        "local": zero, "valid": zero == 0, "ancestors": torch.ones(1, 1, dtype=torch.int32, device=device),
+        "slots": 1, "max_depth": 0,
+    }  # fmt: skip
 
 
 @torch.no_grad()

@@ -21,13 +21,14 @@ import torch
 from modelkit.compile import Step, compile_step
 from modelkit.loading import load_model, use_device
 from modelkit.registry import unknown_name
-from modelkit.rows import Rows, flatten
 from parallel import LAYOUTS
 from sampling import SAMPLERS, Acceptance, Draws, SlotParams
+from sampling.base import with_fault
 
 from .config import GenerateConfig, load_config
 from .draft import DRAFTERS, unperturbed
 from .draft.perturbed import perturbed
+from .host import Host, round_in_two
 from .prefill import Prefill
 from .readback import Readback
 from .report import progress_bar
@@ -105,8 +106,9 @@ class Engine:
             features=self.drafter.features, dtype=self.target.dtype,
         )  # fmt: skip
         self._mode = config.compile.resolved_mode(config.target.device)
+        self.host = Host(self.sampler, self.state)
         self.prefiller = Prefill(
-            state=self.state, target=self.target, drafter=self.drafter, sampler=self.sampler,
+            state=self.state, target=self.target, drafter=self.drafter, sampler=self.sampler, host=self.host,
             chunk=config.engine.prefill_chunk, mode=self._mode,
         )  # fmt: skip
         self.greedy = self.sampler.always_argmax(self.sampler.params())
@@ -145,13 +147,16 @@ class Engine:
             greedy: no active request wants more than the argmax of the logits; None: as the config's defaults are.
         """
         greedy = self.greedy if greedy is None else greedy
-        if plain:
-            tree, draws = Tree.root_only(self.state.anchor), None
-        else:
-            proposal = self.propose(bound, greedy)
-            tree, draws = self.tree.build(proposal, self.state.anchor), proposal.draws
-        verified = self.verify(tree, rows, bound, plain)
+        tree, draws = self.grow(bound, plain, greedy)
+        verified = self.host.verified(self.verify(tree, rows, bound, plain))
         self.commit(verified, self.accept(verified, greedy, draws))
+
+    def grow(self, bound: int, plain: bool, greedy: bool) -> tuple[Tree, Draws | None]:
+        """Propose and build; the trees, and what their tokens were drawn from. Arguments as in `step`."""
+        if plain:
+            return Tree.root_only(self.state.anchor), None
+        proposal = self.propose(bound, greedy)
+        return self.tree.build(proposal, self.state.anchor), proposal.draws
 
     def propose(self, bound: int, greedy: bool) -> Proposal:
         """The drafter's candidates, chosen as the sampler is going to choose tokens; arguments as in `step`."""
@@ -162,13 +167,14 @@ class Engine:
 
     def verify(self, tree: Tree, rows: int, bound: int, plain: bool = False) -> Verified:
         """One forward of the target over the trees' rows; arguments as in `step`."""
-        flat = self._flat_rows(tree, rows, bound)
+        flat = tree.flat(self.state.length, self.state.active, rows, bound)
         output = self.target(flat, self.state.cache, () if plain else self.drafter.taps)
         return Verified(rows=flat, logits=self.target.head(output.hidden), taps=output.taps)
 
     def accept(self, verified: Verified, greedy: bool, draws: Draws | None = None) -> Acceptance:
         """What the sampler makes of the logits; arguments as in `step`, and the proposal's draws."""
-        return self.sampler.accept(verified.logits, self.state.nodes(verified.rows, greedy, draws))
+        accepted = self.sampler.accept(verified.logits, self.state.nodes(verified.rows, greedy, draws))
+        return with_fault(accepted, verified.fault)
 
     def commit(self, verified: Verified, accepted: Acceptance) -> None:
         """Emit tokens, cut at stop ids and limits; keep the accepted rows' features and K/V."""
@@ -176,14 +182,6 @@ class Engine:
         count = state.emit(accepted)
         state.remember(verified.taps, accepted.path, count)
         self.target.backend.commit(state.cache, accepted.path, count)
-
-    def _flat_rows(self, tree: Tree, rows: int, bound: int) -> Rows:
-        state = self.state
-        count = torch.where(state.active, tree.token.shape[1], 0)
-        return flatten(
-            token=tree.token, parent=tree.parent, valid=tree.valid & state.active[:, None], ancestors=tree.ancestors,
-            position=state.length[:, None] + tree.depth, count=count, rows=rows, bound=bound,
-        )  # fmt: skip
 
     @torch.no_grad()
     def prefill(self, slot: int, request: Request, plain: bool = False) -> None:
@@ -233,7 +231,9 @@ class Engine:
         """
         greedy = self.greedy if greedy is None else greedy
         key = (rows, plain, greedy)
-        if key not in self._steps:
+        if key not in self._steps and self.host.processors:
+            self._steps[key] = round_in_two(self, rows, plain, greedy, self._mode)
+        elif key not in self._steps:
             step = functools.partial(self.step, rows, self.capacity, plain, greedy)
             self._steps[key] = compile_step(step, self._mode)
         return self._steps[key]

@@ -17,8 +17,11 @@ from modelkit.compile import Step, compile_step
 from modelkit.model import Transformer
 from modelkit.rows import chain
 from sampling import NodeContext, Sampler
+from sampling.base import with_fault
+from sampling.host import Scores
 
 from .draft import Drafter
+from .host import Host, TwoSteps
 from .state import RoundState
 
 SMALL_CHUNK = 64
@@ -48,15 +51,17 @@ class Prefill(nn.Module):
         target: the model.
         drafter: takes the features of the prompt's rows, if it taps any.
         sampler: chooses the first token.
+        host: the sampler's host processors.
         chunk: most rows of a forward.
         mode: see `compile_step`.
     """
 
     def __init__(
-        self, *, state: RoundState, target: Transformer, drafter: Drafter, sampler: Sampler, chunk: int, mode: str
-    ) -> None:
+        self, *, state: RoundState, target: Transformer, drafter: Drafter, sampler: Sampler, host: Host, chunk: int,
+        mode: str,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.state, self.target, self.drafter, self.sampler = state, target, drafter, sampler
+        self.state, self.target, self.drafter, self.sampler, self.host = state, target, drafter, sampler, host
         self.chunk, self._mode = chunk, mode
         self.sizes = sorted({min(SMALL_CHUNK, chunk), chunk})
         self.bounds = context_bounds(state.capacity)
@@ -113,7 +118,9 @@ class Prefill(nn.Module):
 
     def first_step(self, greedy: bool) -> Step:
         """The first token as a callable without arguments; compiled on first use."""
-        if greedy not in self._first_steps:
+        if greedy not in self._first_steps and self.host.processors:
+            self._first_steps[greedy] = self._first_in_two(greedy)
+        elif greedy not in self._first_steps:
             self._first_steps[greedy] = compile_step(functools.partial(self.first_token, greedy), self._mode)
         return self._first_steps[greedy]
 
@@ -140,16 +147,32 @@ class Prefill(nn.Module):
     def first_token(self, greedy: bool) -> None:
         """Head and sampler on the prompt's last row, seen as a tree of one root.
 
-        A step of its own: within the chunks it would be paid by every one of them, or double their graphs.
-        `greedy`: see `NodeContext`.
+        A step of its own: within the chunks it would be paid by every one of them, or double their graphs. With host
+        processors it is two, see `first_step`. `greedy`: see `NodeContext`.
         """
+        logits = self.target.head(self.last)
+        self.state.emit(self.sampler.accept(logits, self.root(greedy)))
+
+    def root(self, greedy: bool) -> NodeContext:
+        """The prompt's last row."""
         lane, zero = self.lane, torch.zeros_like(self.count)
-        nodes = NodeContext(
+        return NodeContext(
             token=self.token[(self.count - 1).clamp(min=0)], parent=zero - 1, depth=zero, position=lane.length[:1] - 1,
             slot=lane.slot, local=zero, valid=zero == 0, ancestors=torch.ones_like(zero, dtype=torch.int32)[:, None],
             slots=self.state.slots, max_depth=self.state.depth, params=self.state.sampling, greedy=greedy,
         )  # fmt: skip
-        self.state.emit(self.sampler.accept(self.target.head(self.last), nodes))
+
+    def _first_in_two(self, greedy: bool) -> Step:
+        def first() -> Scores:
+            return Scores(logits=self.target.head(self.last).float(), fault=torch.zeros_like(self.count))
+
+        def second(scores: Scores) -> None:
+            self.state.emit(with_fault(self.sampler.accept(scores.logits, self.root(greedy)), scores.fault))
+
+        return TwoSteps(
+            first=first, between=lambda scores: self.host.scores(scores.logits, self.root(greedy)), second=second,
+            mode=self._mode,
+        )  # fmt: skip
 
 
 def context_bounds(capacity: int) -> list[int]:

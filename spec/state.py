@@ -24,6 +24,7 @@ class RoundState(nn.Module):
     Attributes (all buffers):
         tokens: int64 [S, capacity + 1], prompt and emitted tokens.
         total: int64 [S], how many of them are known; in a round `total = committed length + 1`.
+        prompt: int64 [S], how many of them are the prompt.
         anchor: int64 [S], last emitted token, not yet through the target.
         limit: int64 [S], `total` may not pass it.
         stop_ids: int64 [S, M], -1 padded.
@@ -56,6 +57,7 @@ class RoundState(nn.Module):
 
         whole("tokens", slots, capacity + 1)
         whole("total", slots)
+        whole("prompt", slots)
         whole("anchor", slots)
         whole("limit", slots)
         whole("stop_ids", slots, max_stop_ids, fill=-1)
@@ -69,6 +71,7 @@ class RoundState(nn.Module):
 
     tokens: Tensor
     total: Tensor
+    prompt: Tensor
     anchor: Tensor
     limit: Tensor
     stop_ids: Tensor
@@ -114,7 +117,7 @@ class RoundState(nn.Module):
             raise ValueError(f"{len(stop_ids)} stop ids; at most {self.max_stop_ids} are possible")
         self.cache.reset(slot)
         self.tokens[slot, : prompt.shape[0]] = prompt
-        self.total[slot] = prompt.shape[0]
+        self.total[slot] = self.prompt[slot] = prompt.shape[0]
         self.limit[slot] = limit
         self.stop_ids[slot] = -1
         if stop_ids:

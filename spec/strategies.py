@@ -16,7 +16,7 @@ def serves(sampler: Sampler, tree: TreePolicy) -> bool:
 
 
 def check_strategies(config: GenerateConfig, sampler: Sampler, tree: TreePolicy) -> None:
-    """Refuse pairs that do not go together; warn if outputs are not to follow the target's law.
+    """Refuse pairs that do not go together; warn of a law that is not the target's, and of what is slow.
 
     Raises:
         ValueError: the sampler wants chains and the policy makes siblings.
@@ -30,5 +30,13 @@ def check_strategies(config: GenerateConfig, sampler: Sampler, tree: TreePolicy)
     if not sampler.lossless:
         warnings.warn(
             f"sampler '{name}' is lossy: above temperature 0 its outputs do not follow the target's law",
+            stacklevel=3,
+        )
+    if hosts := getattr(sampler, "host_processors", ()):
+        graphs = config.compile.resolved_mode(config.target.device) != "none"
+        warnings.warn(
+            f"host_processors ({', '.join(one.name for one in hosts)}) run in Python between the target and the "
+            "sampler of every round: all its logits go to the CPU and back, and no round is launched while one is "
+            f"running{'; a round is two compiled steps, not one' if graphs else ''}",
             stacklevel=3,
         )

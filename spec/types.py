@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from modelkit.rows import WORD, Rows, words
+from modelkit.rows import WORD, Rows, flatten, words
 from sampling import Draws
 
 
@@ -61,6 +61,21 @@ class Tree:
     valid: Tensor
     ancestors: Tensor
 
+    def flat(self, length: Tensor, active: Tensor, rows: int, bound: int) -> Rows:
+        """The nodes of all trees as rows behind the committed lengths.
+
+        Args:
+            length: int64 [S], committed positions.
+            active: bool [S]; the rows of other slots are not valid.
+            rows: R, see `flatten`.
+            bound: see `Rows.bound`.
+        """
+        return flatten(
+            token=self.token, parent=self.parent, valid=self.valid & active[:, None], ancestors=self.ancestors,
+            position=length[:, None] + self.depth, count=torch.where(active, self.token.shape[1], 0), rows=rows,
+            bound=bound,
+        )  # fmt: skip
+
     @classmethod
     def root_only(cls, anchor: Tensor) -> Tree:
         """Trees of the anchors [S] alone: a plain step."""
@@ -98,10 +113,12 @@ class Verified:
 
     Attributes:
         rows: R rows, the trees' nodes laid out flat.
-        logits: [R, V] after each row.
+        logits: [R, V] after each row; as host processors left them, if there are any.
         taps: [R, K * H], features of the tapped layers; None when nothing is tapped.
+        fault: int64 [R], what host processors found or made wrong, an index into `sampling.FAULTS`; None without them.
     """
 
     rows: Rows
     logits: Tensor
     taps: Tensor | None
+    fault: Tensor | None = None
