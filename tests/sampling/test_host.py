@@ -47,9 +47,10 @@ def test_each_row_has_its_own_text():
     }
 
 
-def test_what_they_get_and_what_is_kept():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_they_get_and_what_is_kept(dtype):
     """A copy in fp32 that may be written into; results of any kind of float; one after another."""
-    logits = torch.arange(17 * 6).view(17, 6).to(torch.bfloat16)
+    logits = torch.arange(17 * 6).view(17, 6).to(dtype)
     kept, seen = logits.clone(), []
 
     def first(x, nodes):

@@ -188,7 +188,7 @@ def traced(monkeypatch):
     ("draft", "tree", "sampling"),
     [
         ({"name": "self", "block_size": 3}, "best_first", "gumbel"), ("ngram", "best_first", "greedy"),
-        ("dflash", "static", "rejection"), ({"name": "self", "block_size": 3}, "chain", "block_verification"),
+        ("dflash", "static", "rejection"),
     ],
 )  # fmt: skip
 def test_compiled_halves(draft, tree, sampling, build, monkeypatch):
