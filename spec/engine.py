@@ -29,7 +29,7 @@ from .config import GenerateConfig, load_config
 from .draft import DRAFTERS, unperturbed
 from .draft.perturbed import perturbed
 from .prefill import Prefill
-from .readback import Readback
+from .readback import Readback, Round
 from .report import progress_bar
 from .requests import Completion, Piece, Request, Settings, prepare
 from .running import Running, warn_if_nothing_accepted
@@ -112,6 +112,8 @@ class Engine:
         self.greedy = self.sampler.always_argmax(self.sampler.params())
         self._steps: dict[tuple[int, bool, bool], Step] = {}
         self._readback = Readback(self.state)
+        # Only a compiled round is launched in less time than it runs, so that its predecessor's tokens can wait for it.
+        self._runs_ahead = self._mode != "none" and self._readback.lag > 0
         self._busy = False
 
     @classmethod
@@ -243,7 +245,7 @@ class Engine:
         greedy = all(live.greedy for live in running.values())
         with torch.profiler.record_function(ROUND):
             if self._mode == "none":
-                behind = len(self._readback) * (self.state.depth + 1)
+                behind = (len(self._readback) + self._runs_ahead) * (self.state.depth + 1)
                 bound = min(max(r.committed for r in running.values()) + behind, self.capacity)
                 self.step(len(running) * nodes, bound, plain, greedy)
             else:
@@ -348,41 +350,55 @@ class Engine:
         self._readback.clear()
         waiting = deque(enumerate(requests))
         running: dict[int, Running] = {}
+        late: Round | None = None  # is here, and is looked at once the device has its next round
         try:
             while waiting or running:
                 for slot in [s for s in range(self.state.slots) if s not in running][: len(waiting)]:
-                    yield from self._collect(running, all_rounds=True)
+                    yield from self._collect(running, late)
+                    late = None
                     index, request = waiting.popleft()
                     began = time.perf_counter()
                     self.prefill(slot, request, plain)
                     self._readback.push({slot: None})
-                    tokens, reasons, _ = self._readback.pop()
+                    first = self._readback.pop()
                     running[slot] = Running.start(index, request, self, plain, began)
-                    yield from self._take(running, slot, tokens, reasons, first=True)
+                    yield from self._take(running, slot, first, is_first=True)
                 if running:
                     self._launch(running, plain)
                     self._readback.push({slot: live.index for slot, live in running.items()})
-                    yield from self._collect(running, all_rounds=False)
+                yield from self._look(running, late)
+                late = None
+                if len(self._readback) > self._readback.lag:
+                    late = self._readback.pop()
+                    if late.ended or not self._runs_ahead:
+                        yield from self._look(running, late)
+                        late = None
         finally:
             self._readback.clear()
             for slot in range(self.state.slots):
                 self.state.retire(slot)
             self._busy = False
 
-    def _collect(self, running: dict[int, Running], all_rounds: bool) -> Iterator[tuple[int, Piece]]:
-        """Take over finished rounds; on a GPU the last one launched stays in flight unless `all_rounds`."""
-        while len(self._readback) > (0 if all_rounds else self._readback.lag):
-            tokens, reasons, owners = self._readback.pop()
-            for slot, index in owners.items():
-                # A slot may have ended, or changed hands, while the round was in flight.
-                if slot in running and running[slot].index == index:
-                    yield from self._take(running, slot, tokens, reasons)
+    def _collect(self, running: dict[int, Running], late: Round | None) -> Iterator[tuple[int, Piece]]:
+        """Look at everything that was launched."""
+        yield from self._look(running, late)
+        while len(self._readback):
+            yield from self._look(running, self._readback.pop())
+
+    def _look(self, running: dict[int, Running], found: Round | None) -> Iterator[tuple[int, Piece]]:
+        """Take over a round's tokens."""
+        if found is None:
+            return
+        for slot, index in found.owners.items():
+            # A slot may have ended, or changed hands, while the round was in flight.
+            if slot in running and running[slot].index == index:
+                yield from self._take(running, slot, found, is_first=False)
 
     def _take(
-        self, running: dict[int, Running], slot: int, tokens: list[list[int]], reasons: list[int], first: bool = False
+        self, running: dict[int, Running], slot: int, found: Round, is_first: bool
     ) -> Iterator[tuple[int, Piece]]:
         live = running[slot]
-        piece = live.take(tokens[slot], reasons[slot], first)
+        piece = live.take(found.tokens[slot], found.reasons[slot], is_first)
         if piece.completion is not None:
             del running[slot]
             self.state.retire(slot)
