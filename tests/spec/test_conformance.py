@@ -202,8 +202,8 @@ def test_an_engine_remembers_nothing(case):
 
 def as_on_a_gpu(engine, lag, monkeypatch):
     """1: as compiled on a GPU, where a round's tokens are looked at while the next ones run."""
-    monkeypatch.setattr(engine._readback, "lag", lag)
-    monkeypatch.setattr(engine, "_runs_ahead", lag > 0)
+    monkeypatch.setattr(engine.readback, "lag", lag)
+    monkeypatch.setattr(engine, "runs_ahead", lag > 0)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
