@@ -74,7 +74,7 @@ def _available() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def available() -> bool:
     """Whether this device has a tensor memory accelerator (compute capability 9 and newer)."""
     return _available()
