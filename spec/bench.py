@@ -71,8 +71,9 @@ class Timing:
 
 def run(arguments: argparse.Namespace) -> int:
     """Time and print; exit code 1 if outputs of whole prompts differ beyond near-ties."""
+    from .bench_plan import with_shape
     from .bench_sampling import run_sampling
-    from .bench_steps import run_steps, with_shape
+    from .bench_steps import run_steps
     from .config import parse_override
 
     for name in ("steps", "sampling"):
@@ -191,7 +192,7 @@ def _row(engine: Any, texts: list[list[int]], timing: Timing, plain: Timing) -> 
 
 
 def _print(engine: Any, texts: list[list[int]], timings: dict[str, Timing], arguments: argparse.Namespace) -> int:
-    from .bench_steps import uses_random_weights
+    from .bench_plan import uses_random_weights
     from .generate import describe
     from .report import machine_line, table
 
