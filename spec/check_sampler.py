@@ -219,7 +219,10 @@ def build(name: str, changes: dict[str, Any]) -> Sampler:
     kind = SAMPLERS.get(name)
     fields = {field.name for field in dataclasses.fields(kind.Config)}
     table = ({"filters": list(FEATURES)} if "filters" in fields else {}) | changes
-    return kind(parse_config(kind.Config, table, "[sampling]"))  # type: ignore[call-arg]
+    sampler = kind(parse_config(kind.Config, table, "[sampling]"))  # type: ignore[call-arg]
+    if getattr(sampler, "host_processors", ()):
+        raise ValueError("host_processors are run by an engine, and check-sampler has none; leave them out")
+    return sampler
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -157,7 +157,9 @@ class GenerateConfig:
         for field in dataclasses.fields(self):
             part = getattr(self, field.name)
             table = {"name": part.name} if isinstance(part, Strategy) else {}
-            values = dataclasses.asdict(part.config if isinstance(part, Strategy) else part)
+            config = part.config if isinstance(part, Strategy) else part
+            # Not asdict: that would copy callables, and a user's may hold anything.
+            values = {key.name: getattr(config, key.name) for key in dataclasses.fields(config)}
             tables[field.name] = table | {key: value for key, value in values.items() if value is not None}
         return tables
 

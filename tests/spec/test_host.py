@@ -328,7 +328,7 @@ def test_one_warning_when_the_engine_is_built(build, monkeypatch):
     assert len(compiled) == 1 and "compiled" not in eager
 
 
-def test_who_cannot_take_them_says_so(build, tiny_targets, monkeypatch, capsys):
+def test_who_cannot_take_them_says_so(build, tiny_targets, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "user_rules", sys.modules[__name__])
     engine = build("ngram", "chain")
     occupy(engine, [PROMPTS[0]] * 3)
@@ -341,7 +341,25 @@ def test_who_cannot_take_them_says_so(build, tiny_targets, monkeypatch, capsys):
     _check_repeatable(config, "plain")
     sets = [f"target.path={tiny_targets['qwen3']}", "draft.name=ngram", 'sampling.host_processors=["user_rules:rule"]']
     options = [part for one in sets for part in ("--set", one)]
-    assert main(["bench", *options, "--prompts", "/dev/null"]) == 2
+    (tmp_path / "prompts.txt").write_text("a prompt")
+    assert main(["bench", *options, "--prompts", str(tmp_path / "prompts.txt")]) == 2
+    assert "set sampling.temperature=0, no penalties or processors" in capsys.readouterr().err
+    assert main(["check-sampler", "gumbel", "--set", 'host_processors=["user_rules:rule"]']) == 2
+    assert "host_processors are run by an engine" in capsys.readouterr().err
+
+
+def test_a_config_keeps_the_callable_itself():
+    class Grammar:
+        def __deepcopy__(self, memo):
+            raise TypeError("cannot be copied")
+
+        def __call__(self, logits, nodes):
+            return logits
+
+    grammar = Grammar()
+    first = load_config("smollm2-ngram", {"sampling.host_processors": [grammar], "sampling.name": "token_match"})
+    again = load_config(first, {"tree.budget": 7})
+    assert again.sampling.config.host_processors == (grammar,) and again.tree.config.budget == 7
 
 
 @pytest.mark.parametrize("name", SAMPLERS.names())
