@@ -24,13 +24,14 @@ def prompts():
     return [draw.choices(range(97), k=n) for n in (3, 31)] + [[7, 8, 9, 10, 11] * 9]
 
 
-def engine(targets, drafters, draft, tree, mode, kernels, **sizes):
+def engine(targets, drafters, draft, tree, mode, kernels, sampling=None, **sizes):
     path = {"path": str(drafters["qwen3"])} if draft == "dflash" else {}
     return Engine.from_config(
         {
             "target": {"path": str(targets["qwen3"]), "dtype": "float32", "device": "cuda"},
             "draft": {"name": draft, **path},
             "tree": {"name": tree},
+            "sampling": sampling or {},
             "engine": {"max_model_len": 128, "prefill_chunk": 32, **sizes},
             "compile": {"mode": mode, "kernels": kernels},
         }
@@ -65,6 +66,32 @@ def test_two_slots_in_one_graph(tiny_targets, tiny_drafters):
     both = engine(tiny_targets, tiny_drafters, "ngram", "best_first", "reduce-overhead", "triton", slots=2)
     got = both.generate(prompts(), max_new_tokens=24)
     assert [c.token_ids for c in got] == [c.token_ids for c in want]
+
+
+def ban_by_text(logits, nodes):
+    """A host processor: one token of three is left, which one depends on the whole output."""
+    for row, _, output in nodes.texts():
+        logits[row, torch.arange(97) % 3 != sum(output) % 3] = -torch.inf
+    return logits
+
+
+@pytest.mark.filterwarnings("ignore:host_processors")
+@pytest.mark.parametrize(("draft", "tree"), PAIRS)
+def test_host_processors_between_two_graphs(tiny_targets, tiny_drafters, draft, tree):
+    table = {"host_processors": [ban_by_text]}
+    build = lambda *how: engine(tiny_targets, tiny_drafters, draft, tree, *how, sampling=table, slots=2)  # noqa: E731
+    slow, fast = build("none", "reference"), build("reduce-overhead", "triton")
+    before, graphs = Counters.read(), []
+    for _ in range(2):
+        for temperature in (0.0, 0.8):
+            how = {"max_new_tokens": 24, "temperature": temperature, "seed": 3}
+            want, got = slow.generate_plain(prompts(), **how), fast.generate(prompts(), **how)
+            assert [c.token_ids for c in got] == [c.token_ids for c in want]
+        graphs.append(Counters.read().graphs)
+    assert graphs[0] == graphs[1], "the second time nothing is compiled any more"
+    after = Counters.read()
+    for name in ("skipped", "partitions", "non_static_inputs"):
+        assert getattr(after, name) == getattr(before, name), name
 
 
 def test_no_synchronisation_in_a_round(tiny_targets, tiny_drafters):
