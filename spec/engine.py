@@ -85,6 +85,8 @@ class Engine:
             capacity=self.capacity,
             candidates=self.tree.candidates,
         )
+        if hasattr(self.tree, "suit"):
+            self.tree.suit(self.drafter)
         for strategy in (self.tree, self.sampler):
             if hasattr(strategy, "use_kernels"):
                 strategy.use_kernels = self.target.backend.name == "triton"
