@@ -135,11 +135,6 @@ class Engine:
         """Whether nothing is compiled."""
         return self._mode == "none"
 
-    @property
-    def verify_tokens(self) -> int:
-        """Rows a slot's verification takes: the tree's budget and the root."""
-        return self.nodes
-
     @torch.no_grad()
     def step(self, rows: int, bound: int, plain: bool = False, greedy: bool | None = None) -> None:
         """One round of all active slots. No host decision: the same operations whatever the data.

@@ -199,6 +199,10 @@ class Trainer:
         self.drafter.load_state_dict(saved["model"])
         self.optimiser.load_state_dict(saved["optimiser"])
         self.step = saved["step"]
+        log = self.folder / LOG
+        if not self.rank and log.is_file():  # what was logged behind the checkpoint comes again
+            lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+            log.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step), encoding="utf-8")
 
     def save(self) -> None:
         """Write the checkpoint, and the drafter as it is now in the published format; the first process does."""

@@ -82,6 +82,17 @@ def test_a_run_in_two_halves_is_the_run_in_one(target, data, tmp_path):
         assert all(torch.equal(a[key], b[key]) for key in a)
 
 
+def test_a_run_that_was_killed_logs_no_step_twice(target, data, tmp_path):
+    changes = {"train.log_every": 1}
+    first = trainer(target, data, tmp_path / "out", changes)
+    first.run_all(stop_after=3)
+    for _ in range(2):  # two more steps, logged and lost
+        first._log([first.run_step()], 1.0)
+    trainer(target, data, tmp_path / "out", changes).run_all()
+    lines = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 9))
+
+
 def test_only_the_drafter_learns(target, data, tmp_path):
     run = trainer(target, data, tmp_path / "out")
     before = {name: p.clone() for name, p in run.target.named_parameters()}
