@@ -94,15 +94,18 @@ def run_prompts(arguments: argparse.Namespace, config: Any) -> int:
     """The prompts mode."""
     from tqdm import tqdm
 
+    from sampling import SAMPLERS
+
     from .engine import Engine
     from .prompts import encode_all, pick_prompts
 
     prompts = pick_prompts(arguments.prompts, arguments.limit)
-    engine = Engine(config, progress=lambda line: print(line, file=sys.stderr), random_weights=True)
-    if not engine.greedy or engine.host.processors:
+    sampler = SAMPLERS.get(config.sampling.name)(config.sampling.config)  # type: ignore[call-arg]
+    if not sampler.always_argmax(sampler.params()) or getattr(sampler, "host_processors", ()):
         raise ValueError(
             "bench --prompts decodes greedily, as its peers do; set sampling.temperature=0, no penalties or processors"
         )
+    engine = Engine(config, progress=lambda line: print(line, file=sys.stderr), random_weights=True)
     texts = encode_all(prompts, engine.tokenizer, engine.target.config.vocab_size) * (arguments.repeat or 1)
     systems = _systems(engine, arguments.max_new_tokens, arguments.peers)
     timings = {name: Timing(name=name) for name in systems}

@@ -86,6 +86,8 @@ class Engine:
             capacity=self.capacity,
             candidates=self.tree.candidates,
         )
+        if hasattr(self.tree, "suit"):
+            self.tree.suit(self.drafter)
         for strategy in (self.tree, self.sampler):
             if hasattr(strategy, "use_kernels"):
                 strategy.use_kernels = self.target.backend.name == "triton"
@@ -134,11 +136,6 @@ class Engine:
     def eager(self) -> bool:
         """Whether nothing is compiled."""
         return self._mode == "none"
-
-    @property
-    def verify_tokens(self) -> int:
-        """Rows a slot's verification takes: the tree's budget and the root."""
-        return self.nodes
 
     @torch.no_grad()
     def step(self, rows: int, bound: int, plain: bool = False, greedy: bool | None = None) -> None:

@@ -104,7 +104,7 @@ def check(out, ids, expected, reason, engine):
     rates, histogram = stats.acceptance_rate_per_position, stats.acceptance_histogram
     assert len(rates) == depth and all(1 >= high >= low >= 0 for high, low in itertools.pairwise([1, *rates]))
     assert sum(rates) * len(steps) == pytest.approx(sum(steps))
-    assert stats.draft_tokens_per_step == engine.verify_tokens - 1
+    assert stats.draft_tokens_per_step == engine.nodes - 1
     assert len(histogram) == depth + 1 and sum(histogram) == len(steps)
     json.dumps(stats.to_dict())
 
