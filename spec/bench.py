@@ -101,7 +101,7 @@ def run_prompts(arguments: argparse.Namespace, config: Any) -> int:
 
     prompts = pick_prompts(arguments.prompts, arguments.limit)
     sampler = SAMPLERS.get(config.sampling.name)(config.sampling.config)  # type: ignore[call-arg]
-    if not sampler.always_argmax(sampler.params()) or getattr(sampler, "host_processors", ()):
+    if not sampler.always_argmax(sampler.params()) or getattr(sampler, "host_processors", None):
         raise ValueError(
             "bench --prompts decodes greedily, as its peers do; set sampling.temperature=0, no penalties or processors"
         )

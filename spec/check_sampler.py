@@ -38,7 +38,9 @@ LEVEL, POWER = 0.01, 0.99
 BATCH = 1 << 13
 
 # Small ones of each policy; a policy that is not here runs by its defaults.
-TREE_SETTINGS: dict[str, dict[str, Any]] = {"best_first": {"budget": 5}, "static": {"widths": [2, 1, 1]}}
+TREE_SETTINGS: dict[str, dict[str, Any]] = {
+    "best_first": {"budget": 5}, "spine_first": {"budget": 5}, "static": {"widths": [2, 1, 1]},
+}  # fmt: skip
 FILTERS: dict[str, dict[str, Any]] = {
     "none": {},
     "temperature": {"temperature": 0.6},
@@ -228,7 +230,7 @@ def build(name: str, changes: dict[str, Any]) -> Sampler:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `flashtree check-sampler`."""
     parser.add_argument("sampler", metavar="NAME", help='registered name, or "package.module:Class"')
-    parser.add_argument("--trees", default="chain,best_first,static", help="tree policies, by comma")
+    parser.add_argument("--trees", default=",".join(TREES.names()), help="tree policies, by comma (all)")
     parser.add_argument("--error", type=float, metavar="TV", help="what is to be caught (0.005)")
     parser.add_argument("--quick", action="store_true", help="catch 2 %% only: a sixteenth of the draws")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
