@@ -76,7 +76,7 @@ class Parts:
         saved = Saved(engine)
         with torch.no_grad():
             self.proposal = Held(engine.propose(bound, engine.greedy))
-            self.trees = Held(engine.tree.build(self.proposal.get(), engine.state.anchor))
+            self.trees = Held(engine.plant(self.proposal.get()))
             self.verified = Held(engine.verify(self.trees.get(), self.rows, bound))
             self.accepted = Held(engine.accept(self.verified.get(), engine.greedy, self.proposal.get().draws))
         saved.restore()
@@ -89,7 +89,7 @@ class Parts:
     @torch.no_grad()
     def tree(self) -> None:
         """Build the trees of the last proposal."""
-        self.trees.put(self.engine.tree.build(self.proposal.get(), self.engine.state.anchor))
+        self.trees.put(self.engine.plant(self.proposal.get()))
 
     @torch.no_grad()
     def verify(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from modelkit.cache import Lane
 from modelkit.compile import Step, compile_step
 from modelkit.model import Transformer
 from modelkit.rows import chain
-from sampling import NodeContext, Sampler
+from sampling import Acceptance, NodeContext
 
 from .draft import Drafter
 from .state import RoundState
@@ -47,16 +48,17 @@ class Prefill(nn.Module):
         state: the rounds' state; owns the target's cache.
         target: the model.
         drafter: takes the features of the prompt's rows, if it taps any.
-        sampler: chooses the first token.
+        decide: chooses the first token; see `Sampler.accept`.
         chunk: most rows of a forward.
         mode: see `compile_step`.
     """
 
     def __init__(
-        self, *, state: RoundState, target: Transformer, drafter: Drafter, sampler: Sampler, chunk: int, mode: str
-    ) -> None:
+        self, *, state: RoundState, target: Transformer, drafter: Drafter,
+        decide: Callable[[Tensor, NodeContext], Acceptance], chunk: int, mode: str,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.state, self.target, self.drafter, self.sampler = state, target, drafter, sampler
+        self.state, self.target, self.drafter, self.decide = state, target, drafter, decide
         self.chunk, self._mode = chunk, mode
         self.sizes = sorted({min(SMALL_CHUNK, chunk), chunk})
         self.bounds = context_bounds(state.capacity)
@@ -149,7 +151,7 @@ class Prefill(nn.Module):
             slot=lane.slot, local=zero, valid=zero == 0, ancestors=torch.ones_like(zero, dtype=torch.int32)[:, None],
             slots=self.state.slots, max_depth=self.state.depth, params=self.state.sampling, greedy=greedy,
         )  # fmt: skip
-        self.state.emit(self.sampler.accept(self.target.head(self.last), nodes))
+        self.state.emit(self.decide(self.target.head(self.last), nodes))
 
 
 def context_bounds(capacity: int) -> list[int]:

@@ -15,6 +15,11 @@ def serves(sampler: Sampler, tree: TreePolicy) -> bool:
     return tree.candidates == 1 or not sampler.chains_only
 
 
+def takes_parts(sampler: Sampler) -> bool:
+    """Whether the sampler can work on a process's part of the logits; users' processors want whole ones."""
+    return getattr(sampler, "takes_parts", False) and not getattr(sampler, "processors", ())
+
+
 def check_strategies(config: GenerateConfig, sampler: Sampler, tree: TreePolicy) -> None:
     """Refuse pairs that do not go together; warn if outputs are not to follow the target's law.
 

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from modelkit.rows import WORD, Rows, words
+from modelkit.rows import WORD, Rows, flatten, words
 from sampling import Draws
 
 
@@ -67,6 +67,14 @@ class Tree:
         one = torch.ones_like(anchor)[:, None]
         own = one.int()[:, :, None]
         return cls(token=anchor[:, None], parent=-one, depth=one - 1, valid=one.bool(), ancestors=own)
+
+    def rows(self, active: Tensor, length: Tensor, rows: int, bound: int) -> Rows:
+        """The nodes of active slots (bool [S]) as flat rows behind committed lengths (int64 [S]); see `flatten`."""
+        return flatten(
+            token=self.token, parent=self.parent, valid=self.valid & active[:, None], ancestors=self.ancestors,
+            position=length[:, None] + self.depth, count=torch.where(active, self.token.shape[1], 0), rows=rows,
+            bound=bound,
+        )  # fmt: skip
 
     @classmethod
     def make(cls, *, token: Tensor, parent: Tensor, depth: Tensor, valid: Tensor, max_depth: int) -> Tree:

@@ -1,0 +1,87 @@
+"""The processes of a run: who we are, how they find each other, and which of them reports what went wrong.
+
+`torchrun` starts one process a device, on one machine or several, and describes them in the environment; everything
+here reads that description. Knows neither models nor placements.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+T = TypeVar("T")
+_ERROR = "flashtree/first error"
+_store: Any = None
+
+
+def started() -> int:
+    """Processes that this run was started with (1 without torchrun)."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """Our number among them; 0 prints, and decides wherever one has to."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def local_device(device: str) -> str:
+    """The device of this process: "cuda" becomes the one of our number on this machine."""
+    if started() > 1 and torch.device(device) == torch.device("cuda"):
+        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return device
+
+
+def join(device: str) -> None:
+    """Meet the other processes, unless we are alone or have met them before.
+
+    Args:
+        device: of the model; CUDA devices talk through NCCL, and host values through gloo.
+
+    Raises:
+        ValueError: torchrun's description of the processes is incomplete.
+    """
+    global _store
+    if started() == 1 or dist.is_initialized():
+        return
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(f"several processes, but {', '.join(missing)} not set: start them with torchrun")
+    cuda = torch.device(device).type == "cuda"
+    if cuda:
+        torch.cuda.set_device(local_device(device))
+    _store, number, count = next(iter(rendezvous("env://", timeout=datetime.timedelta(minutes=5))))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=_store, rank=number, world_size=count)
+
+
+def after_first(make: Callable[[], T]) -> T:
+    """Process 0 makes it, then the others do: for what is kept on disk."""
+    made = make() if rank() == 0 else None
+    of_first(None)
+    return make() if made is None else made
+
+
+def of_first(value: T) -> T:
+    """Process 0's value of something on the host (picklable), in every process."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    held: list[Any] = [value]
+    dist.broadcast_object_list(held, src=0, device=torch.device("cpu"))
+    result: T = held[0]
+    return result
+
+
+def is_first_error(message: str) -> bool:
+    """Whether no process has failed before us; the others fail because of the first one, or in the same way."""
+    if _store is None:
+        return rank() == 0
+    try:
+        mine = f"{rank()}: {message}"
+        return bool(_store.compare_set(_ERROR, "", mine).decode() == mine)
+    except RuntimeError:
+        return False  # the process that keeps the store is gone, and has said why
