@@ -84,6 +84,14 @@ class Spread:
 
     def place(self, module: nn.Module) -> Mapping[str, Part]:
         """See `modelkit.borders.Layout`."""
+        try:
+            return self._place(module)
+        except ValueError as error:
+            if self.of == "target":
+                raise
+            raise ValueError(f'{error}; [parallel] draft = "replicate" keeps all of it in every process') from None
+
+    def _place(self, module: nn.Module) -> Mapping[str, Part]:
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
         placements = self.table.placements(shapes, self.name)
         stages, degree = self.split(started())

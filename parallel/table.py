@@ -114,6 +114,8 @@ def part_of(
         ValueError: it cannot be shared out; the message has the numbers.
     """
     slices, zero = [slice(0, size) for size in shape], False
+    if not uneven:
+        check_divides(name, shape, placements, mesh, what, unit)
     for dim, size in mesh.sizes.items():
         placement, place = placements.get(dim, Replicate()), mesh.coordinate(dim, rank)
         if isinstance(placement, Partial):
@@ -121,14 +123,7 @@ def part_of(
         if not isinstance(placement, Shard) or size == 1:
             continue
         start, stop = slices[placement.dim].start, slices[placement.dim].stop
-        count = (stop - start) // unit
-        if count % size and not uneven:
-            of = f" ({count} heads of {unit})" if unit > 1 else ""
-            raise ValueError(
-                f"{what}: {name} {list(shape)}: dimension {placement.dim} has {stop - start}{of} for {size} processes "
-                f"along '{dim}', which does not divide"
-            )
-        each = -(-count // size) * unit
+        each = -(-(stop - start) // (size * unit)) * unit
         first, last = min(start + each * place, stop), min(start + each * (place + 1), stop)
         if first == last:
             raise ValueError(
@@ -137,3 +132,18 @@ def part_of(
             )
         slices[placement.dim] = slice(first, last)
     return Part(slices=tuple(slices), zero=zero)
+
+
+def check_divides(
+    name: str, shape: tuple[int, ...], placements: Placements, mesh: Mesh, what: str, unit: int
+) -> None:
+    """Refuse parts of different sizes; arguments as in `part_of`."""
+    for number, size in enumerate(shape):
+        dims = tuple(dim for dim in mesh.sizes if placements.get(dim) == Shard(number))
+        count, processes = size // unit, mesh.size(dims)
+        if count % processes:
+            heads = f" ({count} heads of {unit})" if unit > 1 else ""
+            raise ValueError(
+                f"{what}: {name} {list(shape)}: dimension {number} has {size}{heads}, which {processes} processes "
+                f"({', '.join(dims)}) cannot share evenly"
+            )

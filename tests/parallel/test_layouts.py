@@ -1,0 +1,113 @@
+"""Tokens of every layout are those of one process, whatever drafts, builds trees and samples."""
+
+import functools
+import itertools
+
+import pytest
+
+from sampling import SAMPLERS
+from spec import Engine
+from spec.draft import DRAFTERS
+from spec.tree import TREES
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3] * 2]
+TENSOR, PIPELINE, BOTH = {"name": "tensor"}, {"name": "pipeline"}, {"name": "tensor_pipeline", "degree": 2}
+GREEDY = {"name": "greedy"}
+HOT = {"name": "gumbel", "temperature": 0.9, "seed": 3}
+FILTERED = HOT | {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "frequency_penalty": 0.1}
+DRAFTS = {"dflash": {"block_size": 5}, "ngram": {"block_size": 5}, "self": {"block_size": 5, "wrong_every": 2}}
+COUNT = 12
+
+
+def tables(target, parallel, draft="dflash", tree="best_first", sampling=GREEDY, drafter=None, **engine):
+    """A config; a drafter that is not in DRAFTS runs by its defaults."""
+    settings = DRAFTS.get(draft, {}) | ({"path": drafter} if draft == "dflash" else {})
+    return {
+        "target": {"path": target, "dtype": "float32"},
+        "draft": {"name": draft, **settings},
+        "tree": {"name": tree, **({"budget": 7} if tree == "best_first" else {})},
+        "sampling": sampling,
+        "engine": {"slots": 2, "prefill_chunk": 7, "max_model_len": 64} | engine,
+        "parallel": parallel,
+    }
+
+
+@pytest.fixture(scope="module")
+def single():
+    """Tokens and accepted lengths of one process."""
+
+    @functools.cache
+    def run(text, count):
+        outs = Engine.from_config(eval(text)).generate(PROMPTS, max_new_tokens=count)
+        return [out.token_ids for out in outs], [out.stats.per_step_accepted for out in outs]
+
+    return lambda config, count=COUNT: run(repr(config | {"parallel": {"name": "single"}}), count)
+
+
+def check(group, size, config, single, count=COUNT):
+    """All processes emit what one does, and their caches are of one length."""
+    results = group(size).generate(config, PROMPTS, max_new_tokens=count)
+    assert results == results[:1] * size
+    tokens, accepted, _ = results[0]
+    expected = single(config, count)
+    assert tokens == expected[0]
+    if config["draft"]["name"] != "self":  # which spoils drafts differently where a vocabulary is in parts
+        assert accepted == expected[1]
+    return accepted
+
+
+# Strategies rotate over layouts and targets, so that each meets each kind of layout.
+ROTATED = list(itertools.product(DRAFTERS.names(), TREES.names()))
+TARGETS = list(itertools.product((1, 2, 4), (False, True)))
+CASES = [(2, TENSOR, *t) for t in TARGETS] + [(4, TENSOR, *t) for t in TARGETS]
+CASES += [(2, PIPELINE, 2, True), (4, PIPELINE, 1, False), (4, BOTH, 2, False), (4, BOTH, 1, True), (4, BOTH, 4, False)]
+
+
+@pytest.mark.parametrize(
+    ("number", "case"),
+    list(enumerate(CASES)),
+    ids=[f"{c[1]['name']}{c[0]}-kv{c[2]}-{'tied' if c[3] else 'untied'}" for c in CASES],
+)
+def test_layouts_and_targets(group, targets, drafter, single, number, case):
+    size, parallel, kv_heads, tied = case
+    draft, tree = ROTATED[number % len(ROTATED)]
+    sampling = (GREEDY, HOT)[number % 2]
+    check(group, size, tables(targets(kv_heads, tied), parallel, draft, tree, sampling, drafter), single)
+
+
+# Each layout meets each drafter with each tree, and each of them with each sampling.
+SOME = [
+    (
+        parallel,
+        draft,
+        tree,
+        (GREEDY, HOT, FILTERED)[(DRAFTERS.names().index(draft) + TREES.names().index(tree) + shift) % 3],
+    )
+    for shift, parallel in enumerate((TENSOR, PIPELINE))
+    for draft, tree in ROTATED
+]
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: "-".join((case[0]["name"], *case[1:3], case[3]["name"])))
+def test_every_drafter_with_every_tree(group, targets, drafter, single, case):
+    parallel, draft, tree, sampling = case
+    accepted = check(group, 2, tables(targets(2), parallel, draft, tree, sampling, drafter), single)
+    if draft == "self" and tree == "chain":
+        assert {0, 1} & set(accepted[0]), "no rejection"
+
+
+def test_the_drafter_in_every_process(group, targets, drafter, single):
+    for size, parallel in ((2, TENSOR), (2, PIPELINE), (4, BOTH)):
+        config = tables(targets(2), parallel | {"draft": "replicate"}, sampling=HOT, drafter=drafter)
+        check(group, size, config, single)
+        whole = sum(n for n in group(size).held(config)[1][1].values())
+        spread = sum(n for n in group(size).held(config | {"parallel": parallel})[1][1].values())
+        assert whole > spread * (1.8 if size == 2 else 3.5)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in SAMPLERS.names() if SAMPLERS.get(n).lossless and n not in ("greedy", "gumbel")]
+)
+def test_samplers_that_want_whole_logits(group, targets, drafter, single, name):
+    config = tables(targets(2), TENSOR, tree="chain", sampling=HOT | {"name": name}, drafter=drafter)
+    check(group, 2, config, single)
