@@ -1,6 +1,6 @@
 """Mean bytes a launch from ncu's CSV, in groups of equal size, over the bytes that a layer's cache holds.
 
-    context_bytes.py CSV LAUNCHES_A_GROUP CACHE_BYTES
+context_bytes.py CSV LAUNCHES_A_GROUP CACHE_BYTES
 """
 
 import csv

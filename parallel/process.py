@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
 _ERROR = "flashtree/first error"
+MEETING = datetime.timedelta(minutes=5)
 _store: Any = None
 
 
@@ -46,17 +48,36 @@ def join(device: str) -> None:
     Raises:
         ValueError: torchrun's description of the processes is incomplete.
     """
-    global _store
     if started() == 1 or dist.is_initialized():
+        return
+    meet()
+    cuda = torch.device(device).type == "cuda"
+    if cuda:
+        torch.cuda.set_device(local_device(device))
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=_store, rank=rank(), world_size=started())
+
+
+def meet() -> None:
+    """Reach the store through which the processes find each other.
+
+    Raises:
+        ValueError: torchrun's description of the processes is incomplete.
+    """
+    global _store
+    if started() == 1 or _store is not None:
         return
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(f"several processes, but {', '.join(missing)} not set: start them with torchrun")
-    cuda = torch.device(device).type == "cuda"
-    if cuda:
-        torch.cuda.set_device(local_device(device))
-    _store, number, count = next(iter(rendezvous("env://", timeout=datetime.timedelta(minutes=5))))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=_store, rank=number, world_size=count)
+    _store, _, _ = next(iter(rendezvous("env://", timeout=MEETING)))
+
+
+def leave() -> None:
+    """Part from the others, when all is done."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def after_first(make: Callable[[], T]) -> T:
@@ -85,3 +106,22 @@ def is_first_error(message: str) -> bool:
         return bool(_store.compare_set(_ERROR, "", mine).decode() == mine)
     except RuntimeError:
         return False  # the process that keeps the store is gone, and has said why
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error says no more than that another process does not answer."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def failure_seen() -> Callable[[], bool]:
+    """A check, for another thread, whether some process has failed (by a connection of its own to the store)."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = distributed_c10d.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=MEETING)
+
+    def check() -> bool:
+        try:
+            return bool(store.check([_ERROR]))
+        except RuntimeError:
+            return True
+
+    return check

@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from processes import Group  # noqa: E402
+from processes import Group
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """A layout as DTensor runs it, eagerly: the oracle of what `parallel.lowering` derives. And a layout by table alone.
 
-Parameters are DTensors, linear layers and norms are DTensor's own, and a border is `redistribute`; DTensor must find the
-placement there that the table says. Rotation and attention have no sharding rule and run on local heads.
+Parameters are DTensors, linear layers and norms are DTensor's own, and a border is `redistribute`; DTensor must find
+the placement there that the table says. Rotation and attention have no sharding rule and run on local heads.
 """
 
 import torch

@@ -1,6 +1,5 @@
 """A group of processes that stays alive over many tests; each call runs one function of `cases.py` in all of them."""
 
-import functools
 import multiprocessing
 import os
 import socket

@@ -1,10 +1,11 @@
 """What a layout makes of a model: parts, memory, borders, and what it refuses. The oracle is DTensor."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from test_layouts import BOTH, FILTERED, GREEDY, HOT, PIPELINE, PROMPTS, TENSOR, tables
+from test_layouts import BOTH, FILTERED, GREEDY, PIPELINE, PROMPTS, TENSOR, tables
 
 from modelkit import load_model
 from parallel.stages import balanced
@@ -22,9 +23,8 @@ def test_logits_are_those_of_eager_dtensor(group, targets, size, kv_heads, tied,
     oracle = torch.tensor(group(size).eager(path, parallel, TEXTS))
     assert (lowered == lowered[:1]).all(), "processes differ"
     torch.testing.assert_close(lowered, oracle, rtol=1e-5, atol=2e-5)
-    torch.testing.assert_close(
-        lowered[0], load_model(path, dtype="float32").score(torch.tensor(TEXTS)), rtol=1e-5, atol=2e-5
-    )
+    expected = load_model(path, dtype="float32").score(torch.tensor(TEXTS))
+    torch.testing.assert_close(lowered[0], expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(("size", "parallel"), [(2, PIPELINE), (4, PIPELINE), (4, BOTH)], ids=["pp2", "pp4", "tp2pp2"])
@@ -94,7 +94,7 @@ def cache_elements(path, config):
 
 def test_random_weights_are_the_same_under_every_layout(group, targets, tmp_path):
     shape = tmp_path / "shape.json"
-    shape.write_text((open(targets(2) + "/config.json")).read())
+    shape.write_text((Path(targets(2)) / "config.json").read_text())
     config = tables(str(shape), TENSOR, "ngram")
     names = ("embed_tokens.weight", "layers.1.mlp.down_proj.weight")
     whole = Engine(load(config), random_weights=True).target
@@ -120,22 +120,29 @@ def test_balanced_stages():
     assert balanced([5, 5], 2) == [range(0, 1), range(1, 2)]
 
 
+GATE, Q, K = "layers.0.mlp.gate_proj.weight", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"
+# Processes, layout, changes of the target, what the message says.
 REFUSED = {
-    "more ranks than heads": (4, TENSOR, {"num_attention_heads": 2, "num_key_value_heads": 2}, "degree 4, more than its 2 heads"),
-    "heads": (4, TENSOR, {"num_attention_heads": 6, "num_key_value_heads": 2}, "degree 4, which does not divide 6 heads (layers.0.self_attn.q_proj.weight"),
-    "KV heads": (4, TENSOR, {"num_attention_heads": 12, "num_key_value_heads": 6}, "degree 4 and 6 KV heads (layers.0.self_attn.k_proj.weight, 6 x 16): one must"),
-    "width": (4, TENSOR, {"intermediate_size": 90}, "layers.0.mlp.gate_proj.weight [90, 64]: dimension 0 has 90, which 4 processes (kv, rep)"),
+    "few heads": (4, TENSOR, {"num_attention_heads": 2}, "degree 4, more than its 2 heads can use"),
+    "odd heads": (4, TENSOR, {"num_attention_heads": 6}, f"degree 4, which does not divide 6 heads ({Q}"),
+    "KV heads": (
+        4, TENSOR, {"num_attention_heads": 12, "num_key_value_heads": 6},
+        f"degree 4 and 6 KV heads ({K}, 6 x 16): one must",
+    ),
+    "width": (4, TENSOR, {"intermediate_size": 90}, f"{GATE} [90, 64]: dimension 0 has 90, which 4 processes (kv"),
     "stages": (4, PIPELINE, {"num_hidden_layers": 3}, "4 pipeline stages, more than its 3 layers"),
-    "processes": (2, TENSOR | {"degree": 4}, {}, "degree = 4 makes 4 process(es), but 2 were started; run under torchrun --nproc-per-node 4"),
+    "processes": (2, TENSOR | {"degree": 4}, {}, "degree = 4 makes 4 process(es), but 2 were started; run under"),
     "product": (2, BOTH | {"stages": 2}, {}, "stages = 2 times degree = 2 makes 4 process(es), but 2 were started"),
     "pipeline processes": (2, PIPELINE | {"stages": 3}, {}, "stages = 3 makes 3 process(es), but 2 were started"),
     "single": (2, {"name": "single"}, {}, "layout 'single' runs in one process, but 2 were started"),
-    "unmatched": (2, {"name": "misspelt"}, {}, "pattern 'layers.*.self_attn.qq_proj.*' matches no parameter; the nearest is layers."),
-    "no placement": (2, {"name": "incomplete"}, {}, "parameter embed_tokens.weight has no placement; patterns: lm_head.weight"),
+    "unmatched": (
+        2, {"name": "misspelt"}, {}, "pattern 'layers.*.self_attn.qq_proj.*' matches no parameter; the nearest is"
+    ),
+    "no placement": (2, {"name": "incomplete"}, {}, "parameter embed_tokens.weight has no placement; patterns: "),
     "no module": (2, {"name": "borderless"}, {}, "pattern 'layers.*.ffn' matches no module"),
     "no border": (2, {"name": "wrong_border"}, {}, "module 'norm' (RMSNorm) has no border 'leave'"),
     "no dimension": (2, {"name": "other_mesh"}, {}, "placement on mesh dimension 'ep'; the mesh has pp, kv, rep"),
-    "vocabulary": (2, {"name": "two_vocabularies"}, {}, "embed_tokens.weight and lm_head.weight must have the same placement"),
+    "vocabulary": (2, {"name": "two_vocabularies"}, {}, "embed_tokens.weight and lm_head.weight must have the same"),
 }  # fmt: skip
 
 
