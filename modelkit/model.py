@@ -116,16 +116,15 @@ class Transformer(nn.Module):
             stream = self.layers[index](stream, angles, plan, self.backend, cache, index - self.own.start)
             if index in taps:
                 tapped[index] = stream
+        last = stream if self.stage is None else Stream(x=self.stage.leave(stream.value()))
+        hidden = self.backend.normed(last, self.norm)
         features = None
         if taps:
             features = torch.cat([tapped[i].value() if i in tapped else torch.zeros_like(stream.x) for i in taps], -1)
-        if self.stage is not None:
-            stream = Stream(x=self.stage.leave(stream.value()))
-            features = None if features is None else self.stage.collect(features)
-        hidden = self.backend.normed(stream, self.norm)
+            features = features if self.stage is None else self.stage.collect(features)
+            features = features if self.leave is None else self.leave(features)[: rows.count]
         if self.leave is not None:
             hidden = self.leave(hidden)[: rows.count]
-            features = None if features is None else self.leave(features)[: rows.count]
         return Output(hidden=hidden, taps=features)
 
     def plans(self, rows: Rows, cache: KVCache | None) -> dict[int | None, Plan]:

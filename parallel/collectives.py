@@ -1,4 +1,7 @@
-"""Collectives over a group of processes: NCCL or gloo through functional operators that compiled steps can hold.
+"""Collectives over a group of processes: functional operators that compiled steps can hold.
+
+Chosen by device and size: on GPUs of one machine small sums go through symmetric memory, everything else through NCCL;
+on CPUs through gloo.
 
 Each takes a tensor and gives a new one; nothing is waited for on the host. Knows neither placements nor models.
 """
@@ -8,6 +11,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from . import symmetric
 
 
 class Group:
@@ -21,10 +26,14 @@ class Group:
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.name: str = group.group_name
-        self.has_reduce_scatter = dist.get_backend(group) != "gloo"
+        self.has_reduce_scatter = "nccl" in dist.get_backend_config(group)
+        self.symmetric = self.has_reduce_scatter and symmetric.prepare(group)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all processes, the same bits in each."""
+        """The sum over all processes."""
+        if self.symmetric and symmetric.fits(x):
+            total: Tensor = symmetric.symmetric_all_reduce(x.contiguous(), self.name)
+            return total
         return _done(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self.name))
 
     def all_gather(self, x: Tensor) -> Tensor:

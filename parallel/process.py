@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
@@ -54,6 +53,9 @@ def join(device: str) -> None:
     cuda = torch.device(device).type == "cuda"
     if cuda:
         torch.cuda.set_device(local_device(device))
+        # NVLink multicast needs a fabric manager that many machines do not run, and hangs without it.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=_store, rank=rank(), world_size=started())
 
@@ -116,7 +118,7 @@ def is_lost_peer(error: BaseException) -> bool:
 def failure_seen() -> Callable[[], bool]:
     """A check, for another thread, whether some process has failed (by a connection of its own to the store)."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = distributed_c10d.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=MEETING)
+    store = torch._C._distributed_c10d.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=MEETING)
 
     def check() -> bool:
         try:

@@ -134,9 +134,7 @@ def part_of(
     return Part(slices=tuple(slices), zero=zero)
 
 
-def check_divides(
-    name: str, shape: tuple[int, ...], placements: Placements, mesh: Mesh, what: str, unit: int
-) -> None:
+def check_divides(name: str, shape: tuple[int, ...], placements: Placements, mesh: Mesh, what: str, unit: int) -> None:
     """Refuse parts of different sizes; arguments as in `part_of`."""
     for number, size in enumerate(shape):
         dims = tuple(dim for dim in mesh.sizes if placements.get(dim) == Shard(number))

@@ -70,10 +70,10 @@ class Tree:
 
     def rows(self, active: Tensor, length: Tensor, rows: int, bound: int) -> Rows:
         """The nodes of active slots (bool [S]) as flat rows behind committed lengths (int64 [S]); see `flatten`."""
+        count = torch.where(active, self.token.shape[1], 0)
         return flatten(
             token=self.token, parent=self.parent, valid=self.valid & active[:, None], ancestors=self.ancestors,
-            position=length[:, None] + self.depth, count=torch.where(active, self.token.shape[1], 0), rows=rows,
-            bound=bound,
+            position=length[:, None] + self.depth, count=count, rows=rows, bound=bound,
         )  # fmt: skip
 
     @classmethod

@@ -76,11 +76,13 @@ class DFlashModel(nn.Module):
         position = (cache.length[:-1, None] + torch.arange(width, device=count.device)).flatten()
         cos, sin = self._angles(position)
         page, offset = cache.destination(count, width)
-        for index, block in enumerate(self.layers[self.own.start : self.own.stop]):
+        for index in self.own:
+            block = self.layers[index]
             assert isinstance(block, Block)
             k, v = block.self_attn.project_context(context)
             k = rotate(k, cos, sin)
-            cache.append(index, k.view(slots, width, *k.shape[1:]), v.view(slots, width, *v.shape[1:]), page, offset)
+            k, v = (heads.view(slots, width, *heads.shape[1:]) for heads in (k, v))
+            cache.append(index - self.own.start, k, v, page, offset)
         cache.advance(count)
 
     def forward(self, embedded: Tensor, rows: Rows, bidirectional: Tensor, cache: KVCache) -> Tensor:

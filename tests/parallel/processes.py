@@ -8,7 +8,7 @@ import time
 import traceback
 from pathlib import Path
 
-SECONDS = 60  # nothing here takes long: a call that does has hung
+SECONDS = 100  # nothing here takes long: a call that does has hung
 
 
 class Group:

@@ -105,6 +105,16 @@ def test_the_drafter_in_every_process(group, targets, drafter, single):
         assert whole > spread * (1.8 if size == 2 else 3.5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [TENSOR, PIPELINE], ids=lambda table: table["name"])
+def test_collectives_inside_compiled_steps(group, targets, drafter, single, parallel):
+    """Rounds and prefills are traced whole, and none is traced again."""
+    config = tables(targets(2), parallel, sampling=FILTERED, drafter=drafter) | {"compile": {"mode": "default"}}
+    tokens, _, graphs = group(2).traced(config, PROMPTS, max_new_tokens=COUNT)[0]
+    assert tokens == single(config | {"compile": {"mode": "none"}})[0]
+    assert graphs == 4  # a chunk of a prompt, the first token, rounds of one and of two slots
+
+
 @pytest.mark.parametrize(
     "name", [n for n in SAMPLERS.names() if SAMPLERS.get(n).lossless and n not in ("greedy", "gumbel")]
 )
