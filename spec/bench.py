@@ -71,8 +71,9 @@ class Timing:
 
 def run(arguments: argparse.Namespace) -> int:
     """Time and print; exit code 1 if outputs of whole prompts differ beyond near-ties."""
+    from .bench_plan import with_shape
     from .bench_sampling import run_sampling
-    from .bench_steps import run_steps, with_shape
+    from .bench_steps import run_steps
     from .config import parse_override
 
     for name in ("steps", "sampling"):
@@ -93,15 +94,18 @@ def run_prompts(arguments: argparse.Namespace, config: Any) -> int:
     """The prompts mode."""
     from tqdm import tqdm
 
+    from sampling import SAMPLERS
+
     from .engine import Engine
     from .prompts import encode_all, pick_prompts
 
     prompts = pick_prompts(arguments.prompts, arguments.limit)
-    engine = Engine(config, progress=lambda line: print(line, file=sys.stderr), random_weights=True)
-    if not engine.greedy:
+    sampler = SAMPLERS.get(config.sampling.name)(config.sampling.config)  # type: ignore[call-arg]
+    if not sampler.always_argmax(sampler.params()):
         raise ValueError(
             "bench --prompts decodes greedily, as its peers do; set sampling.temperature=0 and no penalties"
         )
+    engine = Engine(config, progress=lambda line: print(line, file=sys.stderr), random_weights=True)
     texts = encode_all(prompts, engine.tokenizer, engine.target.config.vocab_size) * (arguments.repeat or 1)
     systems = _systems(engine, arguments.max_new_tokens, arguments.peers)
     timings = {name: Timing(name=name) for name in systems}
@@ -191,7 +195,7 @@ def _row(engine: Any, texts: list[list[int]], timing: Timing, plain: Timing) -> 
 
 
 def _print(engine: Any, texts: list[list[int]], timings: dict[str, Timing], arguments: argparse.Namespace) -> int:
-    from .bench_steps import uses_random_weights
+    from .bench_plan import uses_random_weights
     from .generate import describe
     from .report import machine_line, table
 

@@ -18,7 +18,7 @@ import torch
 from modelkit.compile import Counters, forget
 from sampling import SAMPLERS
 
-from .bench_steps import Plan, random_prompts, tell, uses_random_weights
+from .bench_plan import Plan, random_prompts, tell, uses_random_weights
 from .config import GenerateConfig, load_config
 from .engine import Engine
 from .generate import describe

@@ -12,8 +12,6 @@ import dataclasses
 import functools
 import gc
 import json
-import random
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,132 +20,18 @@ from typing import Any
 import torch
 
 from modelkit.compile import Counters, Step, compile_step, forget
-from modelkit.config import ModelConfig, read_json
-from modelkit.registry import unknown_name
 
-from .config import GenerateConfig, load_config
+from .bench_plan import FIRST_TOKEN, Plan, random_prompts, tell, uses_random_weights
+from .config import GenerateConfig
 from .engine import Engine
 from .generate import describe
 from .parts import AttentionAlone, Parts, PrefillChunk, Saved, Verify, furnish, vacate
 from .report import machine_line, table
-from .sources import drafter_shape, shape_file, target_shapes, target_source
 from .timing import BATCH, copy_bandwidth, synchronisations, timed
 from .traffic import part_bytes
 
-MARGIN = 256  # positions behind the context, for what the timed rounds commit
 PROMPT, NEW = 128, 2  # the request whose first token is timed
 PEER_TOKENS = 64
-FIRST_TOKEN = "first token"
-PARTS = (
-    FIRST_TOKEN,
-    "plain step",
-    "verify",
-    "attention",
-    "draft",
-    "tree",
-    "accept",
-    "commit",
-    "round",
-    "prefill chunk",
-)
-
-
-def numbers(text: str, option: str) -> list[int]:
-    """Whole numbers by comma.
-
-    Raises:
-        ValueError: something else, or a number below 1.
-    """
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{option} {text}: not a list of whole numbers by comma") from None
-    if min(found) < 1:
-        raise ValueError(f"{option} {text}: numbers must be at least 1")
-    return found
-
-
-def with_shape(source: str, overrides: dict[str, Any], shape: str | None) -> GenerateConfig:
-    """The config with `--shape` worked in: the target's path and, for a dflash drafter, the shape's own drafter.
-
-    Args:
-        source: of the config.
-        overrides: of the command line; they win.
-        shape: a shipped name or a config.json; None changes nothing.
-
-    Raises:
-        ValueError: no such shape.
-    """
-    if shape is None:
-        return load_config(source, overrides)
-    if shape_file(shape) is None:
-        raise unknown_name("shape", shape, target_shapes())
-    changes = {"target.path": shape} | overrides
-    drafter = overrides.get("draft.name") or load_config(source).draft.name
-    own = drafter_shape(shape)
-    if drafter == "dflash" and own is not None:
-        changes.setdefault("draft.path", own)
-    return load_config(source, changes)
-
-
-def uses_random_weights(config: GenerateConfig) -> bool:
-    """Whether the target or the drafter is a shape."""
-    paths = (config.target.path, str(getattr(config.draft.config, "path", "")))
-    return any(shape_file(path) is not None for path in paths)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is timed.
-
-    Attributes:
-        rows: nodes a slot of the verifications, the root counted.
-        contexts: committed lengths.
-        batches: numbers of slots.
-        room: positions a slot needs.
-        parts: of PARTS, those that are timed; first tokens of requests are timed once.
-    """
-
-    rows: list[int]
-    contexts: list[int]
-    batches: list[int]
-    room: int
-    parts: tuple[str, ...]
-
-    @classmethod
-    def read(cls, arguments: argparse.Namespace, config: GenerateConfig) -> Plan:
-        """From the command line; context lengths default to those of 1024 and 8192 that the target has room for.
-
-        Raises:
-            ValueError: not numbers, or the target or a forward has no room for them.
-        """
-        source = target_source(config.target.path, tell)
-        file = source if source.is_file() else source / "config.json"
-        limit = ModelConfig.from_dict(read_json(file), str(file)).max_position_embeddings
-        rows, batches = numbers(arguments.rows, "--rows"), numbers(arguments.batch, "--batch")
-        if arguments.context is None:
-            contexts = [n for n in (1024, 8192) if n < limit] or [limit // 2]
-        else:
-            contexts = numbers(arguments.context, "--context")
-        if max(contexts) >= limit:
-            raise ValueError(f"--context {max(contexts)}: must be below the {limit} positions the target was made for")
-        parts = PARTS if arguments.parts is None else tuple(part.strip() for part in arguments.parts.split(","))
-        for part in parts:
-            if part not in PARTS:
-                raise unknown_name("part", part, PARTS)
-        most = config.engine.prefill_chunk
-        if max(rows) * max(batches) > most:
-            raise ValueError(
-                f"--rows {max(rows)} with --batch {max(batches)}: a forward has room for {most} rows "
-                "(engine.prefill_chunk); set that higher"
-            )
-        room = min(max(contexts) + MARGIN, limit)
-        return cls(rows=rows, contexts=contexts, batches=batches, room=room, parts=parts)
-
-    def engine(self, config: GenerateConfig, batch: int) -> Engine:
-        """An engine of so many slots with room for the longest context."""
-        sized = load_config(config, {"engine.slots": batch, "engine.max_model_len": self.room})
-        return Engine(sized, progress=tell, random_weights=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,7 +82,7 @@ class Bench:
         tell(f"{engine.state.slots} slot(s), context {context}")
         eager = self.mode == "none"
         if eager or not self._steps:  # an eager step reads as far as its bound; a compiled one must serve all contexts
-            longest = context + BATCH * (engine.drafter.depth + 1)
+            longest = context + (BATCH + 1) * (engine.drafter.depth + 1)
             self._steps = self._make(min(longest, engine.capacity) if eager else engine.capacity)
         first_runs = {key: self._first_run(key, saved) for key in self._steps}
         before = Counters.read()
@@ -273,13 +157,6 @@ class Bench:
 
 def _verify_step(engine: Engine, rows: int, bound: int) -> Step:
     return Verify(engine, rows, bound).step
-
-
-def random_prompts(engine: Engine, length: int) -> list[list[int]]:
-    """Token ids for every slot, the same at each call."""
-    draw = random.Random(length)
-    vocab = engine.target.config.vocab_size
-    return [draw.choices(range(vocab), k=length) for _ in range(engine.state.slots)]
 
 
 def first_tokens(engine: Engine) -> dict[str, float]:
@@ -404,8 +281,3 @@ def _peer_table(batch: int, peers: list[dict[str, Any]]) -> str:
 
 def _cell(value: Any, form: str) -> str:
     return "-" if value is None else form.format(value)
-
-
-def tell(line: str) -> None:
-    """A line about progress."""
-    print(line, file=sys.stderr, flush=True)

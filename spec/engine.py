@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from .prefill import Prefill
 from .readback import Readback
 from .report import progress_bar
 from .requests import Completion, Piece, Request, Settings, changed, prepare
-from .running import Running, warn_if_nothing_accepted
+from .serving import BUSY, serve
 from .sources import refuse_shape, target_source
 from .state import RoundState
 from .strategies import check_strategies, takes_parts
@@ -43,7 +41,6 @@ from .warm_up import greedy_kinds, size_for, warm_up
 
 DEFAULT_MAX_MODEL_LEN = 8192
 ROUND = "flashtree round"  # what a profile calls the launch of a round
-BUSY = "the engine is still busy with a stream that was not finished; exhaust or close it first"
 
 
 class Engine:
@@ -93,6 +90,8 @@ class Engine:
             capacity=self.capacity,
             candidates=self.tree.candidates,
         )
+        if hasattr(self.tree, "suit"):
+            self.tree.suit(self.drafter)
         for strategy in (self.tree, self.sampler):
             if hasattr(strategy, "use_kernels"):
                 strategy.use_kernels = self.target.backend.name == "triton" and vocabulary is None
@@ -117,8 +116,10 @@ class Engine:
         )  # fmt: skip
         self.greedy = self.sampler.always_argmax(self.sampler.params())
         self._steps: dict[tuple[int, bool, bool], Step] = {}
-        self._readback = Readback(self.state)
-        self._busy = False
+        self.readback = Readback(self.state)
+        # Only a compiled round is launched in less time than it runs, so that its predecessor's tokens can wait for it.
+        self.runs_ahead = not self.eager and self.readback.lag > 0
+        self.busy = False
 
     @classmethod
     def from_config(
@@ -136,9 +137,9 @@ class Engine:
         return cls(load_config(source, overrides))
 
     @property
-    def verify_tokens(self) -> int:
-        """Rows a slot's verification takes: the tree's budget and the root."""
-        return self.nodes
+    def eager(self) -> bool:
+        """Whether nothing is compiled."""
+        return self._mode == "none"
 
     @torch.no_grad()
     def step(self, rows: int, bound: int, plain: bool = False, greedy: bool | None = None) -> None:
@@ -222,14 +223,14 @@ class Engine:
         Raises:
             ValueError: a prompt or a setting is not usable, or a stream is still open.
         """
-        if self._busy:
+        if self.busy:
             raise ValueError(BUSY)
         lengths, kinds = None, greedy_kinds(self.sampler)
         if prompts is not None:
             requests = self._prepare(prompts, None, changes)
             lengths = [len(request.prompt_ids) for request in requests]
             kinds = {self.sampler.always_argmax(request.sampling) for request in requests}
-        if self._mode != "none":
+        if not self.eager:
             warm_up(self, lengths, plain, kinds, progress)
 
     def compiled_step(self, rows: int, plain: bool = False, greedy: bool | None = None) -> Step:
@@ -244,16 +245,14 @@ class Engine:
             self._steps[key] = compile_step(step, self._mode)
         return self._steps[key]
 
-    def _launch(self, running: dict[int, Running], plain: bool) -> None:
+    def launch(self, active: int, bound: int, plain: bool, greedy: bool) -> None:
+        """Start a round of so many active slots; the other arguments as in `step`."""
         nodes = 1 if plain else self.nodes
-        greedy = all(live.greedy for live in running.values())
         with torch.profiler.record_function(ROUND):
-            if self._mode == "none":
-                behind = len(self._readback) * (self.state.depth + 1)
-                bound = min(max(r.committed for r in running.values()) + behind, self.capacity)
-                self.step(len(running) * nodes, bound, plain, greedy)
+            if self.eager:
+                self.step(active * nodes, min(bound, self.capacity), plain, greedy)
             else:
-                self.compiled_step(size_for(self.state.slots, len(running)) * nodes, plain, greedy)()
+                self.compiled_step(size_for(self.state.slots, active) * nodes, plain, greedy)()
 
     def generate(
         self,
@@ -330,61 +329,13 @@ class Engine:
         )  # fmt: skip
 
     def _finished(self, requests: list[Request], plain: bool, progress: bool) -> Iterator[tuple[int, Completion]]:
-        with progress_bar(len(requests), progress) as bar, contextlib.closing(self._serve(requests, plain)) as served:
+        with progress_bar(len(requests), progress) as bar, contextlib.closing(serve(self, requests, plain)) as served:
             for index, piece in served:
                 if piece.completion is not None:
                     bar.update(1)
                     yield index, piece.completion
 
     def _pieces(self, requests: list[Request], plain: bool) -> Generator[Piece, None, None]:
-        with contextlib.closing(self._serve(requests, plain)) as served:
+        with contextlib.closing(serve(self, requests, plain)) as served:
             for _, piece in served:
                 yield piece
-
-    def _serve(self, requests: Sequence[Request], plain: bool) -> Generator[tuple[int, Piece], None, None]:
-        if self._busy:
-            raise ValueError(BUSY)
-        self._busy = True
-        self._readback.clear()
-        waiting = deque(enumerate(requests))
-        running: dict[int, Running] = {}
-        try:
-            while waiting or running:
-                for slot in [s for s in range(self.state.slots) if s not in running][: len(waiting)]:
-                    yield from self._collect(running, all_rounds=True)
-                    index, request = waiting.popleft()
-                    began = time.perf_counter()
-                    self.prefill(slot, request, plain)
-                    self._readback.push({slot: None})
-                    tokens, reasons, _ = self._readback.pop()
-                    running[slot] = Running.start(index, request, self, plain, began)
-                    yield from self._take(running, slot, tokens, reasons, first=True)
-                if running:
-                    self._launch(running, plain)
-                    self._readback.push({slot: live.index for slot, live in running.items()})
-                    yield from self._collect(running, all_rounds=False)
-        finally:
-            self._readback.clear()
-            for slot in range(self.state.slots):
-                self.state.retire(slot)
-            self._busy = False
-
-    def _collect(self, running: dict[int, Running], all_rounds: bool) -> Iterator[tuple[int, Piece]]:
-        """Take over finished rounds; on a GPU the last one launched stays in flight unless `all_rounds`."""
-        while len(self._readback) > (0 if all_rounds else self._readback.lag):
-            tokens, reasons, owners = self._readback.pop()
-            for slot, index in owners.items():
-                # A slot may have ended, or changed hands, while the round was in flight.
-                if slot in running and running[slot].index == index:
-                    yield from self._take(running, slot, tokens, reasons)
-
-    def _take(
-        self, running: dict[int, Running], slot: int, tokens: list[list[int]], reasons: list[int], first: bool = False
-    ) -> Iterator[tuple[int, Piece]]:
-        live = running[slot]
-        piece = live.take(tokens[slot], reasons[slot], first)
-        if piece.completion is not None:
-            del running[slot]
-            self.state.retire(slot)
-            warn_if_nothing_accepted(piece.completion, self.config.draft.name)
-        yield live.index, piece

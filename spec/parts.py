@@ -162,16 +162,20 @@ class AttentionAlone(nn.Module):
 
     @torch.no_grad()
     def forward(self) -> None:
-        """Each layer reads its own context; the fresh K/V are whatever the scratch holds."""
+        """Each layer reads its own context, with the layer before as its queries: else the compiler would drop layers.
+
+        The fresh K/V are whatever the scratch holds.
+        """
         engine, config = self.engine, self.engine.target.config
         cache = engine.state.cache
         count = torch.full_like(engine.state.length, self.token.shape[1])
         rows = chain(token=self.token, start=engine.state.length, count=count, rows=self.rows, bound=self.bound)
-        plans = engine.target.plans(rows, cache)
+        plans, q = engine.target.plans(rows, cache), self.q
         for index, window in enumerate(config.windows):
             view = cache.view(index)
             k, v = view.scratch_k[: self.rows], view.scratch_v[: self.rows]
-            self.out.copy_(plans[window].attend(self.q, k, v, view, config.head_dim**-0.5))
+            q = plans[window].attend(q, k, v, view, config.head_dim**-0.5)
+        self.out.copy_(q)
 
 
 class PrefillChunk(nn.Module):

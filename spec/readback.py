@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .state import RING, RoundState
+from .state import RING, RUNNING, RoundState
 
 Owners = Mapping[int, int | None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """What a round left for the host.
+
+    Attributes:
+        tokens: emitted, of each slot.
+        reasons: of each slot just after the round, see `state`.
+        owners: slots that took part, with whatever tells their request.
+    """
+
+    tokens: list[list[int]]
+    reasons: list[int]
+    owners: Owners
+
+    @property
+    def ended(self) -> bool:
+        """Whether a request ended in it."""
+        return any(self.reasons[slot] != RUNNING for slot in self.owners)
 
 
 class Readback:
@@ -49,14 +70,14 @@ class Readback:
         self._queue.append((staging, event, owners))
         self._pushed += 1
 
-    def pop(self) -> tuple[list[list[int]], list[int], Owners]:
-        """The oldest queued round: tokens a slot, every slot's end reason just after it, and its owners."""
+    def pop(self) -> Round:
+        """The oldest queued round; waits for it."""
         staging, event, owners = self._queue.popleft()
         if event is not None:
             event.synchronize()
         counts, reasons, *tokens = staging.T.tolist()
         rows = [list(row[:n]) for row, n in zip(zip(*tokens, strict=True), counts, strict=True)]
-        return rows, reasons, owners
+        return Round(tokens=rows, reasons=reasons, owners=owners)
 
     def clear(self) -> None:
         """Forget what is in flight, and take the ring up where the state has it (rounds may have run by hand)."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from .bench_steps import with_shape
+from .bench_plan import with_shape
 from .cli import add_config_arguments, check_writable
 from .config import parse_override
 from .engine import ROUND, Engine

@@ -70,9 +70,14 @@ def choose_tile(n_out: int, k: int, swiglu: bool) -> Tile:
 
 
 @functools.cache
+def _available() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+
+
+@torch.compiler.assume_constant_result
 def available() -> bool:
     """Whether this device has a tensor memory accelerator (compute capability 9 and newer)."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+    return _available()
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:

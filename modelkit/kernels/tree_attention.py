@@ -254,10 +254,42 @@ def _combine_kernel(
 
 
 @torch.library.custom_op("flashtree::tree_attention", mutates_args=())
-def _tree_attention(
+def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, length: Tensor, position: Tensor,
-    ancestors: Tensor, row_offset: Tensor, width: int, scale: float, window: int, splits: int, sinks: Tensor | None,
+    ancestors: Tensor, row_offset: Tensor, width: int, scale: float, window: int = 0, splits: int = 1,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    """Attention output of every row: `DensePlan.attend`, in one pass over the context.
+
+    Args:
+        q: [R, Hq, D], bf16, fp16 or fp32, rotated.
+        k: [R or more, Hkv, D], the rows' own keys, rotated.
+        v: [R or more, Hkv, D], their values.
+        k_pages: [P, Hkv, page_size, D], the context's keys, contiguous.
+        v_pages: [P, Hkv, page_size, D], its values, contiguous.
+        table: int64 [S + 1, pages a slot], contiguous.
+        length: int64 [S + 1], committed positions.
+        position: int64 [R], read with a window only.
+        ancestors: int32 [R, W], bit j: sees row `row_offset[slot] + j`. A row sees itself whatever its bits say.
+        row_offset: int64 [S + 1]; rows from `row_offset[S]` on are padding.
+        width: most rows of one slot.
+        scale: softmax scale, positive.
+        window: keys at a distance of `window` positions or more are hidden; 0 sees all.
+        splits: ranges the keys are split into, see `choose_splits`; 1 needs no second kernel.
+        sinks: fp32 [Hq], logits that count in the softmax's denominator only.
+
+    Returns:
+        [R, Hq, D], contiguous, of q's dtype; zeros in padding rows.
+
+    Raises:
+        ValueError: arguments that the kernel would read wrongly.
+    """
+    # Checked here and not in front of the operator, where the compiler would trace it anew for every layer.
+    _check(q, k, v, k_pages, v_pages, table, length, position, ancestors, row_offset, sinks)
+    _check_numbers(q, k_pages, ancestors, width, scale, window, splits)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    length, position = length.contiguous(), position.contiguous()
+    ancestors, row_offset = ancestors.contiguous(), row_offset.contiguous()
     R, Hq, D = q.shape
     Hkv, page = k_pages.shape[1], k_pages.shape[2]
     slots, group = row_offset.shape[0] - 1, Hq // Hkv
@@ -290,44 +322,19 @@ def _tree_attention(
     return out
 
 
-@_tree_attention.register_fake
+@tree_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, length: Tensor, position: Tensor,
-    ancestors: Tensor, row_offset: Tensor, width: int, scale: float, window: int, splits: int, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    return torch.empty_like(q)
-
-
-def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, length: Tensor, position: Tensor,
     ancestors: Tensor, row_offset: Tensor, width: int, scale: float, window: int = 0, splits: int = 1,
     sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention output of every row: `DensePlan.attend`, in one pass over the context.
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
 
-    Args:
-        q: [R, Hq, D], bf16, fp16 or fp32, rotated.
-        k: [R or more, Hkv, D], the rows' own keys, rotated.
-        v: [R or more, Hkv, D], their values.
-        k_pages: [P, Hkv, page_size, D], the context's keys, contiguous.
-        v_pages: [P, Hkv, page_size, D], its values, contiguous.
-        table: int64 [S + 1, pages a slot], contiguous.
-        length: int64 [S + 1], committed positions.
-        position: int64 [R], read with a window only.
-        ancestors: int32 [R, W], bit j: sees row `row_offset[slot] + j`. A row sees itself whatever its bits say.
-        row_offset: int64 [S + 1]; rows from `row_offset[S]` on are padding.
-        width: most rows of one slot.
-        scale: softmax scale, positive.
-        window: keys at a distance of `window` positions or more are hidden; 0 sees all.
-        splits: ranges the keys are split into, see `choose_splits`; 1 needs no second kernel.
-        sinks: fp32 [Hq], logits that count in the softmax's denominator only.
 
-    Returns:
-        [R, Hq, D], contiguous, of q's dtype; zeros in padding rows.
-
-    Raises:
-        ValueError: arguments that the kernel would read wrongly.
-    """
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, length: Tensor, position: Tensor,
+    ancestors: Tensor, row_offset: Tensor, sinks: Tensor | None,
+) -> None:  # fmt: skip
     R, Hq, D = q.shape
     P, Hkv, page_size, _ = k_pages.shape
     S = row_offset.shape[0] - 1
@@ -347,6 +354,12 @@ def tree_attention(
             raise ValueError(f"{name} must be {dtype} {list(shape)}, got {given.dtype} {list(given.shape)}")
         if name in ("k_pages", "v_pages", "table") and not given.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {given.stride()}")
+
+
+def _check_numbers(
+    q: Tensor, k_pages: Tensor, ancestors: Tensor, width: int, scale: float, window: int, splits: int
+) -> None:
+    Hq, (_, Hkv, page_size, D) = q.shape[1], k_pages.shape
     if Hq % Hkv:
         raise ValueError(f"query heads must be a multiple of the {Hkv} KV heads, got {Hq}")
     if Hkv * page_size * D >= 2**31:
@@ -357,7 +370,3 @@ def tree_attention(
         raise ValueError(f"scale must be positive and window 0 (none) or more, got {scale} and {window}")
     if not 1 <= splits <= MAX_SPLITS:
         raise ValueError(f"splits must be 1 to {MAX_SPLITS}, got {splits}")
-    small = [x.contiguous() for x in (q, k, v)]
-    rest = [length.contiguous(), position.contiguous(), ancestors.contiguous(), row_offset.contiguous()]
-    out: Tensor = _tree_attention(*small, k_pages, v_pages, table, *rest, width, scale, window, splits, sinks)
-    return out

@@ -11,7 +11,7 @@ from modelkit.kernels.launch import launch, release, wait
 
 from ..noise import FACTORS
 
-CHUNK = 4096  # ids of a program
+CHUNK = 2048  # ids of a program
 FIRST_FACTOR, SECOND_FACTOR = (tl.constexpr(factor) for factor in FACTORS)
 
 
@@ -58,7 +58,7 @@ def _mix(x):
 def _log1p(x):
     """log(1 + x) for -1 < x <= 0, also where 1 + x rounds to 1."""
     wide = 1.0 + x
-    return tl.where(wide == 1.0, x, tl.log(wide) * tl.div_rn(x, tl.where(wide == 1.0, 1.0, wide - 1.0)))
+    return tl.where(wide == 1.0, x, tl.log(wide) * (x / tl.where(wide == 1.0, 1.0, wide - 1.0)))
 
 
 @triton.jit

@@ -52,6 +52,7 @@ class DFlashDrafter:
             raise ValueError(f"drafter folder {folder} does not exist")
         published = DFlashConfig.from_file(shape or folder / "config.json")
         check_target(published, target, folder)
+        self.off_spine = published.off_spine
         self.block = config.resolved_block_size(published.block_size)
         if self.block > published.block_size:
             raise ValueError(f"block_size = {self.block}: {folder} was trained with {published.block_size}")

@@ -38,6 +38,8 @@ class DFlashConfig:
         causal: per layer, whether a block row sees only rows before it.
         num_target_layers: layers of the target it was trained for, None if the file does not say.
         input_embedding_scale, output_multiplier, final_logit_softcapping: extras for targets that scale.
+        off_spine: for the tree policy `spine_first`, measured when the drafter was trained; None: the file, not one of
+            ours, does not say. It stands outside of `dflash_config`, where other readers do not mind it.
     """
 
     model: ModelConfig
@@ -49,6 +51,7 @@ class DFlashConfig:
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+    off_spine: float | None = None
 
     @classmethod
     def from_file(cls, file: Path) -> DFlashConfig:
@@ -98,7 +101,15 @@ class DFlashConfig:
             input_embedding_scale=float(_extra(config, nested, "input_embedding_scale") or 1.0),
             output_multiplier=float(_extra(config, nested, "output_multiplier") or 1.0),
             final_logit_softcapping=_extra(config, nested, "final_logit_softcapping") or None,
+            off_spine=_off_spine(config, where),
         )  # fmt: skip
+
+
+def _off_spine(config: Mapping[str, Any], where: str) -> float | None:
+    value = (config.get("flashtree") or {}).get("off_spine")
+    if value is not None and not 0.0 < float(value) <= 1.0:
+        raise ValueError(f"{where}: flashtree.off_spine = {value}: must be in (0, 1]")
+    return None if value is None else float(value)
 
 
 def _extra(config: Mapping[str, Any], nested: Mapping[str, Any], key: str) -> Any:

@@ -79,8 +79,8 @@ class NgramDrafter:
             alive = alive & (before == suffix) & (total[:, None] > back)
             matched = matched + alive
         usable = (index >= 1) & (index < total[:, None]) & (matched >= self.config.prompt_lookup_min)
-        # Longest match first, then the most recent.
-        key = torch.where(usable, matched * length + index, -1)
+        # Longest match first, then the most recent. 32 bits are enough, and topk takes half as long over them.
+        key = torch.where(usable, matched * length + index, -1).to(torch.int32)
         key = torch.nn.functional.pad(key, (0, max(self.candidates - length, 0)), value=-1)
         best, place = key.topk(self.candidates, -1)
         weight = torch.where(best >= 0, 4.0 ** (best // length).float(), 0.0)

@@ -8,6 +8,8 @@ Bound: latency of one pop after another, so nothing in the loop but the pop, and
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,7 @@ from modelkit.rows import words
 from ..types import Proposal, Tree
 
 NOTHING = tl.constexpr(-(2**31))  # less than the key of any score
+AHEAD = tl.constexpr(2**31 - 1)  # greater than any
 
 
 @triton.jit
@@ -31,8 +34,9 @@ def _ordered(bits):
 def _grow_kernel(
     step_ptr, order_ptr, ids_ptr, root_ptr, token_ptr, parent_ptr, depth_ptr, valid_ptr, ancestors_ptr,
     L: tl.constexpr, K: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr, ROUNDS: tl.constexpr,
-    HAS_EDGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HAS_EDGE: tl.constexpr, SPINE: tl.constexpr, DISCOUNT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """SPINE: best children of best children go ahead of all others; DISCOUNT: added to steps from other nodes."""
     slot = tl.program_id(0).to(tl.int64)
     table = slot * (L * K * K if HAS_EDGE else L * K)
     step_ptr += table
@@ -48,6 +52,9 @@ def _grow_kernel(
     score = tl.full((BLOCK,), NOTHING, tl.int32)
     name = tl.full((BLOCK,), -1, tl.int32)
     renew = node == 0
+    # With a spine: whether the node is on it, and the score of the path to what it offers.
+    on_spine = node == 0
+    offer = tl.zeros((BLOCK,), tl.float32)
     wait(PDL)
     for new in range(1, NODES):
         row = depth * K + candidate if HAS_EDGE else depth
@@ -55,8 +62,13 @@ def _grow_kernel(
         some = renew & (depth < L) & (rank < K)
         step = tl.load(step_ptr + at, mask=some, other=float("-inf"))
         child = tl.load(order_ptr + at, mask=some, other=0) if HAS_EDGE else rank
+        if SPINE:
+            step += tl.where(on_spine, 0.0, DISCOUNT)
         total = path + step
         key = tl.where(total > float("-inf"), _ordered(total.to(tl.int32, bitcast=True)), NOTHING)
+        if SPINE:
+            key = tl.where((key > NOTHING) & on_spine & (rank == 0), AHEAD, key)
+            offer = tl.where(renew, total, offer)
         score = tl.where(renew, key, score)
         # The lesser depth first, then the lower node; 9, 10 and 10 bits.
         name = tl.where(renew, ((511 - depth) << 20) | ((1023 - node) << 10) | child, name)
@@ -65,7 +77,11 @@ def _grow_kernel(
         found = best > NOTHING
         giver = 1023 - ((first >> 10) & 1023)
         is_new, is_giver = (node == new) & found, (node == giver) & found
-        path = tl.where(is_new, _ordered(best).to(tl.float32, bitcast=True), path)
+        if SPINE:
+            path = tl.where(is_new, tl.sum(tl.where(is_giver, offer, 0.0), 0), path)
+            on_spine = on_spine | (is_new & (best == AHEAD))
+        else:
+            path = tl.where(is_new, _ordered(best).to(tl.float32, bitcast=True), path)
         depth = tl.where(is_new, 512 - (first >> 20), depth)
         candidate = tl.where(is_new, first & 1023, candidate)
         parent = tl.where(is_new, giver, parent)
@@ -90,7 +106,7 @@ def _grow_kernel(
 
 @torch.library.custom_op("flashtree::best_first_tree", mutates_args=())
 def _grow(
-    step: Tensor, order: Tensor | None, ids: Tensor, root: Tensor, budget: int
+    step: Tensor, order: Tensor | None, ids: Tensor, root: Tensor, budget: int, off_spine: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     slots, depth, k = ids.shape
     nodes = budget + 1
@@ -100,7 +116,8 @@ def _grow(
         _grow_kernel, (slots,),
         step, step if order is None else order, ids, root, token, parent, level, valid, ancestors,
         L=depth, K=k, NODES=nodes, WORDS=words(nodes), ROUNDS=min(depth, budget).bit_length(),
-        HAS_EDGE=order is not None, BLOCK=block, num_warps=max(1, block // 256),
+        HAS_EDGE=order is not None, SPINE=off_spine is not None, DISCOUNT=math.log(off_spine or 1.0), BLOCK=block,
+        num_warps=max(1, block // 256),
     )  # fmt: skip
     return token, parent, level, valid, ancestors
 
@@ -115,18 +132,19 @@ def _outputs(root: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor, 
 
 @_grow.register_fake
 def _(
-    step: Tensor, order: Tensor | None, ids: Tensor, root: Tensor, budget: int
+    step: Tensor, order: Tensor | None, ids: Tensor, root: Tensor, budget: int, off_spine: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return _outputs(root, budget + 1)
 
 
-def best_first_tree(proposal: Proposal, root: Tensor, budget: int) -> Tree:
-    """`BestFirst.build`: the same nodes, in the order in which they are found; ties may fall to others.
+def best_first_tree(proposal: Proposal, root: Tensor, budget: int, off_spine: float | None = None) -> Tree:
+    """`BestFirst.build`, `SpineFirst`'s too: the same nodes, in the order they are found in; ties may fall to others.
 
     Args:
         proposal: the drafter's.
         root: int64 [S], the anchors.
         budget: nodes besides the root, at most `MAX_BUDGET`.
+        off_spine: see `SpineFirst`; None: no path goes ahead.
     """
     step, order = proposal.score, None
     if proposal.edge is not None:
@@ -135,6 +153,6 @@ def best_first_tree(proposal: Proposal, root: Tensor, budget: int) -> Tree:
         step, index = torch.cat([first, proposal.edge[:, 1:]], 1).sort(dim=-1, descending=True, stable=True)
         order = index.int()
     token, parent, depth, valid, ancestors = _grow(
-        step.contiguous(), order, proposal.ids.contiguous(), root.contiguous(), budget
+        step.contiguous(), order, proposal.ids.contiguous(), root.contiguous(), budget, off_spine
     )
     return Tree(token=token, parent=parent, depth=depth, valid=valid, ancestors=ancestors)

@@ -133,6 +133,7 @@ class OptimiserConfig:
         weight_decay: of matrices.
         clip: largest norm of the gradient.
         seed: of weights, order and anchors.
+        held_out: part of the documents, the last ones, that is not trained on but measured at the end.
         checkpoint_every: steps between checkpoints; one is written at the end too.
         log_every: steps between lines of log.jsonl.
         chunk_blocks: blocks whose logits are in memory at once.
@@ -149,6 +150,7 @@ class OptimiserConfig:
     weight_decay: float = 0.01
     clip: float = 1.0
     seed: int = 0
+    held_out: float = 0.02
     checkpoint_every: int = 500
     log_every: int = 10
     chunk_blocks: int = 256
@@ -163,6 +165,8 @@ class OptimiserConfig:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup = {self.warmup}: must be in [0, 1)")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"held_out = {self.held_out}: must be in [0, 1)")
         if self.weight_decay < 0:
             raise ValueError(f"weight_decay = {self.weight_decay}: must be 0 or more")
         if not 0 <= self.seed < 2**23:  # the step stands in the lower 40 bits of 63
@@ -189,7 +193,9 @@ class EvaluateConfig:
         prompts: prompt files; none: nothing is measured.
         limit: prompts in all, taken from the files in turn.
         max_new_tokens: of each prompt.
-        budgets: of the best_first trees beside the chain.
+        budgets: of the trees.
+        trees: policies that take a budget, beside the chain.
+        ngram: also decode with n-grams and the first of the trees, to see what the text itself gives away.
         temperature: of the target.
         slots: prompts at the same time.
     """
@@ -198,6 +204,8 @@ class EvaluateConfig:
     limit: int = 24
     max_new_tokens: int = 256
     budgets: tuple[int, ...] = (15, 31, 63)
+    trees: tuple[str, ...] = ("best_first", "spine_first")
+    ngram: bool = True
     temperature: float = 0.0
     slots: int = 8
 

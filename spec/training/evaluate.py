@@ -25,6 +25,7 @@ from ..report import table
 from ..stats import Stats
 from ..types import Proposal, Verified
 from .config import EvaluateConfig
+from .loops import find_loop
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,28 +110,31 @@ def evaluate(
         say: called with lines of text.
 
     Returns:
-        A record for each tree: name, budget, figures.
+        A record for each drafter and tree: names, budget, figures.
 
     Raises:
         ValueError: a prompt or the drafter is not usable.
     """
-    prompts = pick_prompts(config.prompts, config.limit)
-    trees: list[dict[str, Any]] = [
-        {"name": "chain"},
-        *({"name": "best_first", "budget": budget} for budget in config.budgets),
-    ]
-    return [_one_tree(drafter, target, compile_config, config, tree, prompts, say) for tree in trees]
+    count = len(config.prompts)
+    shares = {file: (config.limit + count - 1 - place) // count for place, file in enumerate(config.prompts)}
+    prompts = [(Path(file).stem, p) for file, n in shares.items() if n for p in pick_prompts([file], n)]
+    own = {"name": "dflash", "path": str(drafter)}
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [(own, {"name": "chain"})]
+    pairs += [(own, {"name": name, "budget": budget}) for name in config.trees for budget in config.budgets]
+    if config.ngram and config.trees and config.budgets:
+        pairs.append(({"name": "ngram"}, {"name": config.trees[0], "budget": config.budgets[0]}))
+    return [_one_pair(draft, tree, target, compile_config, config, prompts, say) for draft, tree in pairs]
 
 
-def _one_tree(
-    drafter: Path, target: TargetConfig, compile_config: CompileConfig, config: EvaluateConfig, tree: dict[str, Any],
-    prompts: list[NamedPrompt], say: Callable[[str], None],
+def _one_pair(
+    draft: dict[str, Any], tree: dict[str, Any], target: TargetConfig, compile_config: CompileConfig,
+    config: EvaluateConfig, prompts: list[tuple[str, NamedPrompt]], say: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
     engine = WatchedEngine(
         GenerateConfig.from_tables(
             {
                 "target": dataclasses.asdict(target),
-                "draft": {"name": "dflash", "path": str(drafter)},
+                "draft": draft,
                 "tree": tree,
                 "sampling": {"name": "gumbel", "temperature": config.temperature, "seed": 0},
                 "compile": {"mode": "none", "kernels": compile_config.kernels},
@@ -139,17 +143,25 @@ def _one_tree(
         ),
         say,
     )
-    encoded = encode_all(prompts, engine.tokenizer, engine.target.config.vocab_size)
+    encoded = encode_all([prompt for _, prompt in prompts], engine.tokenizer, engine.target.config.vocab_size)
     began = time.perf_counter()
     done = engine.generate(encoded, max_new_tokens=config.max_new_tokens, progress=True)
     stats = Stats.total(completion.stats for completion in done)
+    by_file = {
+        name: Stats.total(c.stats for (n, _), c in zip(prompts, done, strict=True) if n == name) for name, _ in prompts
+    }
+    straight = [completion.stats for completion in done if find_loop(completion.token_ids) is None]
     record = {
+        "drafter": draft["name"],
         "tree": tree["name"],
         "budget": engine.nodes - 1,
         "prompts": len(prompts),
         "tokens": stats.completion_tokens,
         "rounds": stats.num_spec_steps,
         "mean_acceptance_length": stats.mean_acceptance_length,
+        "by_file": {name: part.mean_acceptance_length for name, part in by_file.items()},
+        "looping": len(done) - len(straight),
+        "mean_acceptance_length_without_loops": Stats.total(straight).mean_acceptance_length if straight else None,
         "acceptance_rate_per_position": stats.acceptance_rate_per_position,
         "seconds": time.perf_counter() - began,
     }
@@ -158,16 +170,21 @@ def _one_tree(
 
 def report(records: list[dict[str, Any]]) -> str:
     """Records as text: a line for each tree, then what the drafter got right at each depth."""
-    head = ["tree", "budget", "tokens", "rounds", "acceptance length"]
-    rows = [head] + [
-        [r["tree"], str(r["budget"]), str(r["tokens"]), str(r["rounds"]), f"{r['mean_acceptance_length']:.2f}"]
-        for r in records
-    ]
+    rows = [["drafter", "tree", "budget", "tokens", "rounds", "acceptance length", "without loops", "looping"]]
+    for r in records:
+        without = r["mean_acceptance_length_without_loops"]
+        lengths = f"{r['mean_acceptance_length']:.2f}", "-" if without is None else f"{without:.2f}"
+        loops = f"{r['looping']} of {r['prompts']}"
+        rows.append([r["drafter"], r["tree"], str(r["budget"]), str(r["tokens"]), str(r["rounds"]), *lengths, loops])
+    files = list(records[0]["by_file"]) if records else []
+    if len(files) > 1:
+        rows = [[*row, *(files if r is None else (f"{r['by_file'][f]:.2f}" for f in files))]
+                for row, r in zip(rows, [None, *records], strict=True)]  # fmt: skip
     text = table(rows)
 
     def line(record: dict[str, Any], kind: str) -> str:
         shares = " ".join("  - " if share is None else f"{share:.2f}" for share in record[kind])
-        return f"{record['tree']} {record['budget']}, {kind.replace('_', ' ')}: {shares}"
+        return f"{record['drafter']} {record['tree']} {record['budget']}, {kind.replace('_', ' ')}: {shares}"
 
     kinds = ("acceptance_rate_per_position", "on_spine", "off_spine")
     lines = [line(record, kind) for record in records for kind in kinds if kind in record]

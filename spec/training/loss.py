@@ -184,3 +184,21 @@ def acceptance(outcome: Outcome) -> tuple[Tensor, Tensor]:
     blocks = whole.sum().clamp(min=1)
     right = outcome.right & whole
     return right.sum(0) / blocks, 1 + right.long().cumprod(1).sum() / blocks
+
+
+def spine_counts(outcome: Outcome) -> Tensor:
+    """How often a depth's token is right behind right ones only, and behind the first wrong one.
+
+    A draft that goes on below a sibling stands behind the first wrong token of the spine, so the ratio of the two
+    shares is what `spine_first` discounts with. The first depth has nothing before it and does not count.
+
+    Returns:
+        int64 [2, 2]: rows behind right ones, behind the first wrong one; columns how many, how many of them right.
+    """
+    right, real = outcome.right & outcome.real, outcome.real
+    so_far = right.long().cumprod(1).bool()
+    on = so_far[:, :-1]
+    start = torch.ones_like(on[:, :1])
+    off = torch.cat([start, on[:, :-1]], 1) & ~on & real[:, :-1]
+    pairs = [torch.stack([(kind & real[:, 1:]).sum(), (kind & right[:, 1:]).sum()]) for kind in (on, off)]
+    return torch.stack(pairs)

@@ -33,6 +33,12 @@ class Corpus:
         """D."""
         return self.prompt.shape[0]
 
+    def split(self, first: int) -> tuple[Corpus, Corpus]:
+        """The first so many documents, and the rest."""
+        at = int(self.offset[first])
+        rest = Corpus(token=self.token[at:], offset=self.offset[first:] - at, prompt=self.prompt[first:])
+        return Corpus(token=self.token[:at], offset=self.offset[: first + 1], prompt=self.prompt[:first]), rest
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -111,6 +117,11 @@ class Batches:
 
     def _steps(self, epoch: int) -> int:
         return len(self._pack(epoch)) // (self.sequences * self.world)
+
+    @property
+    def steps_of_an_epoch(self) -> int:
+        """Of the first one; others may differ by a few."""
+        return self._steps(0)
 
     def place(self, step: int) -> tuple[int, int]:
         """Epoch of a step, and its number within it."""

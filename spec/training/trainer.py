@@ -30,11 +30,12 @@ from ..draft.dflash_model import DFlashModel
 from .blocks import Attend, Blocks, Visibility, dense_attention, draft_hidden, draw_anchors, flex_attention, make_blocks
 from .config import OptimiserConfig, TrainingConfig
 from .folder import write_folder
-from .loss import LOSSES, Head, Loss, Outcome, acceptance, block_loss, make_chunk_loss
+from .loss import LOSSES, Head, Loss, Outcome, acceptance, block_loss, make_chunk_loss, spine_counts
 from .packing import Batch, Batches, Corpus
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
+MEASURED = 32  # steps' worth of held-out documents
 SPREAD = 0.02  # of fresh matrices, as Qwen3's own
 # What may differ between a run and its continuation: no result depends on it but by rounding.
 FREE = ("checkpoint_every", "log_every", "chunk_blocks", "attention", "compile")
@@ -162,8 +163,9 @@ class Trainer:
             "data": {"documents": corpus.documents, "tokens": len(corpus.token)},
         }
         self.folder = Path(config.output.folder).expanduser()
+        trained_on, self.held_out = corpus.split(corpus.documents - int(corpus.documents * train.held_out))
         self.batches = Batches(
-            corpus, length=train.sequence_length, sequences=train.sequences, seed=train.seed, rank=rank, world=world
+            trained_on, length=train.sequence_length, sequences=train.sequences, seed=train.seed, rank=rank, world=world
         )
         drafter_config = DFlashConfig.from_dict(published, "[drafter]")
         self.taps, self.block = drafter_config.target_layer_ids, drafter_config.block_size
@@ -197,6 +199,10 @@ class Trainer:
         self.drafter.load_state_dict(saved["model"])
         self.optimiser.load_state_dict(saved["optimiser"])
         self.step = saved["step"]
+        log = self.folder / LOG
+        if not self.rank and log.is_file():  # what was logged behind the checkpoint comes again
+            lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+            log.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step), encoding="utf-8")
 
     def save(self) -> None:
         """Write the checkpoint, and the drafter as it is now in the published format; the first process does."""
@@ -265,8 +271,41 @@ class Trainer:
                     now = time.perf_counter()
                     bar.set_postfix_str(self._log(recent, now - since))
                     recent, since = [], now
+                if self.step == train.steps:
+                    self._measure()
                 if self.step % train.checkpoint_every == 0 or self.step == end:
                     self.save()
+
+    @torch.no_grad()
+    def _measure(self) -> None:
+        """Figures of the documents that were not trained on: into the log, and the discount into the drafter's file.
+
+        At most `MEASURED` steps' worth of them; a held-out part that does not fill one step is not measured.
+        """
+        train, device = self.train_config, self.target.device
+        try:
+            batches = Batches(
+                self.held_out, length=train.sequence_length, sequences=train.sequences, seed=train.seed
+            )  # fmt: skip
+        except ValueError:  # too few documents
+            return
+        counts, lengths = torch.zeros(2, 2, dtype=torch.int64, device=device), []
+        for step in range(min(batches.steps_of_an_epoch, MEASURED)):
+            batch = batches[step].to(device)
+            blocks = self.blocks(step, batch)
+            features = target_features(self.target, self.taps, batch)
+            with torch.autocast(device.type, torch.bfloat16, enabled=self.target.dtype != torch.float32):
+                outcome: Outcome = self.model(batch, features, blocks)
+            counts += spine_counts(outcome)
+            lengths.append(acceptance(outcome)[1])
+        (on, on_right), (off, off_right) = counts.tolist()
+        found: dict[str, Any] = {"held_out_acceptance_length": float(torch.stack(lengths).mean())}
+        if on_right and off_right:
+            found["off_spine"] = min(round(off_right / off / (on_right / on), 3), 1.0)
+            self.published = self.published | {"flashtree": {"off_spine": found["off_spine"]}}
+        if not self.rank:
+            with (self.folder / LOG).open("a", encoding="utf-8") as log:
+                log.write(json.dumps({"step": self.step} | found) + "\n")
 
     def _log(self, recent: list[dict[str, Tensor]], seconds: float) -> str:
         mean: dict[str, Any] = {

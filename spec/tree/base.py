@@ -19,6 +19,8 @@ class TreePolicy(Protocol):
     Attributes:
         candidates: k, how many candidates a depth the policy wants.
         use_kernels: set by the engine where kernels may run; a policy without kernels has no such attribute.
+
+    A policy that depends on the drafter has a method `suit(drafter)`, which the engine calls once.
     """
 
     Config: ClassVar[type[Any]]

@@ -9,6 +9,7 @@ of exactly equal score another one of them may be taken; the trees are equally g
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class BestFirst:
     """Best-first tree of `budget` nodes over the drafter's marginals or, where it has them, its edges."""
 
     use_kernels = False  # see `TreePolicy`; on CPUs and with `kernels = "reference"` it stays so
+    off_spine: float | None = None  # of `SpineFirst`; None: no path is preferred
 
     @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
     class Config:
@@ -48,13 +50,13 @@ class BestFirst:
         if self.use_kernels:
             from ..kernels.best_first import best_first_tree
 
-            return best_first_tree(proposal, root, self.config.budget)
+            return best_first_tree(proposal, root, self.config.budget, self.off_spine)
         slots, budget, k = root.shape[0], self.config.budget, proposal.candidates
-        score, candidate, parent = self._grow(proposal)
+        score, candidate, parent, spine = self._grow(proposal)
         depths = torch.arange(1, proposal.depth + 1, device=root.device)
         width = score.shape[1] // proposal.depth
         # Depth-major order makes a stable sort break ties by depth, then by rank.
-        kept = score.sort(dim=-1, descending=True, stable=True).indices[:, :budget]
+        kept = first(score, spine).sort(dim=-1, descending=True, stable=True).indices[:, :budget]
         kept = kept.sort(-1).values
         valid = score.gather(1, kept) > -torch.inf
         level = kept // width
@@ -66,8 +68,8 @@ class BestFirst:
         token = proposal.ids.flatten(1).gather(1, level * k + candidate.gather(1, kept))
         missing = budget - kept.shape[1]
 
-        def with_root(first: Tensor, rest: Tensor, fill: int) -> Tensor:
-            return torch.nn.functional.pad(torch.cat([first[:, None], rest], 1), (0, missing), value=fill)
+        def with_root(at_root: Tensor, rest: Tensor, fill: int) -> Tensor:
+            return torch.nn.functional.pad(torch.cat([at_root[:, None], rest], 1), (0, missing), value=fill)
 
         zero = torch.zeros_like(root)
         return Tree.make(
@@ -78,27 +80,40 @@ class BestFirst:
             max_depth=proposal.depth,
         )
 
-    def _grow(self, proposal: Proposal) -> tuple[Tensor, Tensor, Tensor]:
-        """Frontiers of all depths side by side, [S, L * F]: path score, candidate index, flat index of the parent."""
+    def _grow(self, proposal: Proposal) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Frontiers of all depths side by side, [S, L * F]: score, candidate index, flat parent index, spine.
+
+        The last is bool: nodes that come before all others; none without `off_spine`.
+        """
         slots, depth, k = proposal.ids.shape
         frontier = min(self.config.budget, k**depth) if depth < 8 else self.config.budget
         device = proposal.ids.device
         path = torch.zeros(slots, 1, device=device)
         last = torch.zeros(slots, 1, dtype=torch.int64, device=device)
-        scores, candidates, parents = [], [], []
+        spine = torch.full_like(path, self.off_spine is not None, dtype=torch.bool)
+        scores, candidates, parents, spines = [], [], [], []
         for d in range(depth):
             if proposal.edge is None or d == 0:
                 step = proposal.score[:, d, None, :].expand(-1, path.shape[1], -1)
             else:
                 step = proposal.edge[:, d].gather(1, last[:, :, None].expand(-1, -1, k))
-            total = (path[:, :, None] + step).flatten(1)
-            best = total.sort(dim=-1, descending=True, stable=True)
-            path, index = best.values[:, :frontier], best.indices[:, :frontier]
-            missing = frontier - path.shape[1]
-            path = torch.nn.functional.pad(path, (0, missing), value=-torch.inf)
-            index = torch.nn.functional.pad(index, (0, missing))
+            if self.off_spine is not None:
+                step = torch.where(spine[:, :, None], step, step + math.log(self.off_spine))
+            best_child = step.argmax(-1, keepdim=True) == torch.arange(k, device=device)
+            total, ahead = (path[:, :, None] + step).flatten(1), (spine[:, :, None] & best_child).flatten(1)
+            order = first(total, ahead).sort(dim=-1, descending=True, stable=True).indices[:, :frontier]
+            missing = frontier - order.shape[1]
+            path = torch.nn.functional.pad(total.gather(1, order), (0, missing), value=-torch.inf)
+            spine = torch.nn.functional.pad(ahead.gather(1, order), (0, missing)) & (path > -torch.inf)
+            index = torch.nn.functional.pad(order, (0, missing))
             last = index % k
             scores.append(path)
             candidates.append(last)
             parents.append(index // k + (d - 1) * frontier)
-        return torch.cat(scores, 1), torch.cat(candidates, 1), torch.cat(parents, 1)
+            spines.append(spine)
+        return torch.cat(scores, 1), torch.cat(candidates, 1), torch.cat(parents, 1), torch.cat(spines, 1)
+
+
+def first(score: Tensor, ahead: Tensor) -> Tensor:
+    """Scores to sort by: nodes that go ahead, if they are there at all, before all others."""
+    return torch.where(ahead & (score > -torch.inf), torch.inf, score)

@@ -76,6 +76,43 @@ def heap_tree_edges(
     return out
 
 
+def spine_first_tree(
+    children: Callable[[Path], Sequence[float]], ids: Sequence[Sequence[int]], budget: int, off_spine: float
+) -> list[Path]:
+    """The path of best children, then the best of what is left, in that order.
+
+    ``children(ranks)`` scores the children of a path. Steps from a path that is not on the spine have the factor
+    ``off_spine``; children of score -inf do not exist.
+    """
+
+    def best(ranks: Path) -> int:
+        row = list(children(ranks))
+        return row.index(max(row))
+
+    def on_spine(ranks: Path) -> bool:
+        return all(r == best(ranks[:d]) for d, r in enumerate(ranks))
+
+    def score(ranks: Path) -> float:
+        steps = [children(ranks[:d])[r] for d, r in enumerate(ranks)]
+        return math.fsum(steps) + math.log(off_spine) * sum(not on_spine(ranks[:d]) for d in range(len(ranks)))
+
+    chosen: list[Path] = []
+    spine: Path = ()
+    while len(spine) < len(ids) and len(chosen) < budget and max(children(spine)) > -math.inf:
+        spine = (*spine, best(spine))
+        chosen.append(spine)
+    while len(chosen) < budget:
+        offers = [
+            (*path, r)
+            for path in [(), *chosen] if len(path) < len(ids)
+            for r in range(len(ids[0])) if (*path, r) not in chosen and score((*path, r)) > -math.inf
+        ]  # fmt: skip
+        if not offers:
+            break
+        chosen.append(min(offers, key=lambda ranks: (-score(ranks), len(ranks), ranks)))
+    return [tuple(int(ids[d][r]) for d, r in enumerate(ranks)) for ranks in chosen]
+
+
 def paths_to_rows(paths: Sequence[Path], anchor: int) -> tuple[list[int], list[int]]:
     """(parents, tokens) by row: row 0 is the root (parent -1), row i + 1 is ``paths[i]``."""
     rows: dict[Path, int] = {(): 0}

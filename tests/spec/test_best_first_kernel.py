@@ -21,6 +21,7 @@ import test_trees  # noqa: E402
 from dflash_helpers import paths  # noqa: E402
 
 from spec.tree.best_first import BestFirst  # noqa: E402
+from spec.tree.spine_first import SpineFirst  # noqa: E402
 from spec.types import Proposal, Tree  # noqa: E402
 
 INF = float("inf")
@@ -28,7 +29,7 @@ INF = float("inf")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Random candidates; `missing`: how likely there is none."""
+    """Random candidates; `missing`: how likely there is none; `off_spine`: of the spine-first policy."""
 
     S: int
     L: int
@@ -36,6 +37,7 @@ class Case:
     budget: int
     edge: bool = False
     missing: float = 0.0
+    off_spine: float | None = None
 
 
 def propose(case: Case) -> Proposal:
@@ -74,6 +76,8 @@ def check(case: Case, device: str = "cpu") -> None:
     proposal = propose(case)
     root = torch.arange(case.S) + 1000
     policy = BestFirst(BestFirst.Config(budget=case.budget, candidates=case.k))
+    if case.off_spine is not None:
+        policy = SpineFirst(SpineFirst.Config(budget=case.budget, candidates=case.k, off_spine=case.off_spine))
     want = policy.build(proposal, root)
     policy.use_kernels = True
     moved = [None if x is None else x.to(device) for x in (proposal.ids, proposal.score, proposal.edge)]
@@ -91,15 +95,16 @@ def check(case: Case, device: str = "cpu") -> None:
     for s in range(case.S):
         assert set(paths(tree, s)) == set(paths(want, s)) and len(paths(tree, s)) == len(set(paths(tree, s)))
         found = scores_of(tree, proposal, s)
-        assert found == sorted(found, reverse=True), "not the order of their scores"
+        assert case.off_spine is not None or found == sorted(found, reverse=True), "not the order of their scores"
 
 
-def random_case(seed: int) -> Case:
+def random_case(seed: int, spine: bool = False) -> Case:
     pick = random.Random(seed)
     edge = pick.random() < 0.5
     return Case(
         S=pick.randint(1, 3), L=pick.randint(1, 15), k=pick.randint(1, pick.choice([4, 16] if edge else [4, 16, 64])),
         budget=pick.randint(1, pick.choice([8, 40, 127])), edge=edge, missing=pick.choice([0.0, 0.2, 0.7]),
+        off_spine=pick.choice([1.0, 0.3, 0.01]) if spine else None,
     )  # fmt: skip
 
 
@@ -115,6 +120,11 @@ CASES = {
     "many": Case(S=1, L=15, k=16, budget=127),
     "very_many": Case(S=1, L=5, k=64, budget=255),
 } | {f"random_{seed}": random_case(seed) for seed in range(24)}
+CASES |= {
+    "a_spine": Case(S=2, L=15, k=16, budget=31, off_spine=0.3),
+    "a_spine_of_edges": Case(S=2, L=7, k=10, budget=33, missing=0.3, edge=True, off_spine=0.3),
+    "a_spine_longer_than_the_budget": Case(S=1, L=15, k=4, budget=7, off_spine=0.3),
+} | {f"random_spine_{seed}": random_case(seed, spine=True) for seed in range(100, 116)}
 
 
 def traced(device: str = "cpu") -> None:

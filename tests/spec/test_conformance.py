@@ -104,7 +104,7 @@ def check(out, ids, expected, reason, engine):
     rates, histogram = stats.acceptance_rate_per_position, stats.acceptance_histogram
     assert len(rates) == depth and all(1 >= high >= low >= 0 for high, low in itertools.pairwise([1, *rates]))
     assert sum(rates) * len(steps) == pytest.approx(sum(steps))
-    assert stats.draft_tokens_per_step == engine.verify_tokens - 1
+    assert stats.draft_tokens_per_step == engine.nodes - 1
     assert len(histogram) == depth + 1 and sum(histogram) == len(steps)
     json.dumps(stats.to_dict())
 
@@ -200,10 +200,16 @@ def test_an_engine_remembers_nothing(case):
         assert engine.generate_plain([MIDDLE], max_new_tokens=3)[0].token_ids == case.greedy(MIDDLE, 3)
 
 
+def as_on_a_gpu(engine, lag, monkeypatch):
+    """1: as compiled on a GPU, where a round's tokens are looked at while the next ones run."""
+    monkeypatch.setattr(engine.readback, "lag", lag)
+    monkeypatch.setattr(engine, "runs_ahead", lag > 0)
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_more_prompts_than_slots(case, lag, monkeypatch):
     """Ragged prompts that end at different times; each comes out as it does alone, its acceptance too."""
-    monkeypatch.setattr(case.engine._readback, "lag", lag)  # 1: a round is read while the next one runs, as on a GPU
+    as_on_a_gpu(case.engine, lag, monkeypatch)
     prompts = [LONG, *(prompt(n, seed=5) for n in (2, 35, 3, 17, 9, 1))]
     texts = [case.greedy(ids, 12) for ids in prompts]
     ends = {stop: {len(cut(text, [stop])[0]) for text in texts} for stop in range(97)}
@@ -227,7 +233,7 @@ class Bytes:
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_streamed_text(case, lag, monkeypatch):
-    monkeypatch.setattr(case.engine._readback, "lag", lag)
+    as_on_a_gpu(case.engine, lag, monkeypatch)
     monkeypatch.setattr(case.engine, "tokenizer", Bytes())
     expected = case.greedy(MIDDLE, 20)
     text = Bytes().decode(expected)

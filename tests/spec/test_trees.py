@@ -69,6 +69,57 @@ def single(values):
     return torch.tensor(values).double().tolist()
 
 
+# ---------------------------------------------------------------- spine first
+@pytest.mark.parametrize("off_spine", [1.0, 0.3, 0.01])
+@pytest.mark.parametrize(("depths", "k", "budget"), [(3, 4, 2), (5, 3, 12), (4, 2, 40), (7, 3, 9), (1, 5, 3)])
+def test_spine_first_equals_its_definition(depths, k, budget, off_spine):
+    for seed in range(6):
+        rows, ids, rng = heap.random_case(seed * 10 + depths, depths, k)
+        rows = single(rows)
+        edge = [[rng.sample(rows[0], k)], *random_edges(rng, rows, k, missing=0.2)]
+        for edges in (None, edge):
+            tree = build(
+                proposal([rows], [ids], None if edges is None else [edge[1:]]), "spine_first", budget=budget,
+                off_spine=off_spine,
+            )  # fmt: skip
+
+            def children(ranks, edges=edges, rows=rows):
+                return rows[len(ranks)] if edges is None or not ranks else edges[len(ranks)][ranks[-1]]
+
+            assert set(paths(tree, 0)) == set(heap.spine_first_tree(children, ids, budget, off_spine))
+
+
+def test_the_spine_is_drafted_whatever_its_score():
+    rows = [[-0.1, -3.0], [-5.0, -5.1], [-6.0, -9.0]]
+    case = proposal([rows], [[[1, 2], [3, 4], [5, 6]]])
+    assert set(paths(build(case, "spine_first", budget=4, off_spine=0.3), 0)) == {(1,), (1, 3), (1, 3, 5), (2,)}
+    assert (1, 3, 5) not in paths(build(case, "best_first", budget=4), 0)
+
+
+def test_below_a_sibling_is_dearer():
+    """(2, 3) is likelier than (1, 4) by its path alone, and right less often."""
+    rows = [[-0.6, -0.8], [-0.3, -0.6]]
+    case = proposal([rows], [[[1, 2], [3, 4]]])
+    assert set(paths(build(case, "spine_first", budget=4, off_spine=1.0), 0)) == {(1,), (1, 3), (2,), (2, 3)}
+    assert set(paths(build(case, "spine_first", budget=4, off_spine=0.5), 0)) == {(1,), (1, 3), (2,), (1, 4)}
+
+
+def test_the_discount_is_the_drafters_unless_the_config_has_one():
+    class Drafter:
+        off_spine = 0.7
+
+    policy = TREES.build({"name": "spine_first"})
+    assert policy.off_spine == 0.3
+    policy.suit(Drafter())
+    assert policy.off_spine == 0.7
+    policy = TREES.build({"name": "spine_first", "off_spine": 0.2})
+    policy.suit(Drafter())
+    assert policy.off_spine == 0.2
+    for wrong in (0.0, 1.5):
+        with pytest.raises(ValueError, match=r"off_spine = .*: must be in \(0, 1\]"):
+            TREES.build({"name": "spine_first", "off_spine": wrong})
+
+
 # ---------------------------------------------------------------- best first
 @pytest.mark.parametrize("depths,k", [(3, 4), (1, 5), (4, 2), (2, 1), (7, 3), (15, 8), (9, 1), (5, 16)])
 @pytest.mark.parametrize("budget", [1, 2, 5, 16, 70])

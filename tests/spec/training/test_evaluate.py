@@ -17,9 +17,12 @@ def test_depths_on_the_spine_and_off_it():
     assert counts.off_reached.tolist() == [0, 1, 1] and counts.off_right.tolist() == [0, 1, 0]
     both = DepthCounts.total([counts, counts]).rates()
     assert both == {"on_spine": [0.5, 0.5, 1.0], "off_spine": [None, 1.0, 0.0]}
-    record = {"tree": "chain", "budget": 3, "tokens": 9, "rounds": 4, "mean_acceptance_length": 2.5} | both
-    text = report([record | {"acceptance_rate_per_position": [0.5, 0.4, 0.3]}])
-    assert "2.50" in text and "chain 3, on spine: 0.50 0.50 1.00" in text and "off spine:   -  1.00 0.00" in text
+    record = {"drafter": "dflash", "tree": "chain", "budget": 3, "tokens": 9, "rounds": 4} | both
+    lengths = {"mean_acceptance_length": 2.5, "mean_acceptance_length_without_loops": 2.25, "looping": 1, "prompts": 2}
+    rest = {"by_file": {"one": 2.0, "two": 3.0}, "acceptance_rate_per_position": [0.5, 0.4, 0.3]}
+    text = report([record | lengths | rest])
+    assert " ".join(text.splitlines()[2].split()) == "dflash chain 3 9 4 2.50 2.25 1 of 2 2.00 3.00"
+    assert "chain 3, on spine: 0.50 0.50 1.00" in text and "off spine:   -  1.00 0.00" in text
 
 
 def test_what_stands_in_for_tokens_that_are_not_there_is_no_match():

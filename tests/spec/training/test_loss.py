@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 
-from spec.training.loss import LOSSES, Head, Outcome, acceptance, block_loss, make_chunk_loss  # noqa: E402
+from spec.training.loss import LOSSES, Head, Outcome, acceptance, block_loss, make_chunk_loss, spine_counts  # noqa: E402
 
 N, L, H, V = 7, 4, 8, 11
 
@@ -111,3 +111,12 @@ def test_scaled_and_capped_logits():
 def test_refused(table, message):
     with pytest.raises(ValueError, match=message):
         LOSSES.build(table)
+
+
+def test_rows_behind_right_ones_and_behind_the_first_wrong_one():
+    right = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1], [1, 0, 0, 1], [1, 1, 1, 1]], dtype=torch.bool)
+    real = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)
+    counts = spine_counts(Outcome(loss=torch.zeros(()), right=right, real=real))
+    # Behind right ones: 1 and 0 of the first block, 0 of the third, 1 of the last. Behind the first wrong one: the
+    # first block's last, the second's second, the third's third; what is further on does not count.
+    assert counts.tolist() == [[4, 2], [3, 2]]

@@ -82,6 +82,17 @@ def test_a_run_in_two_halves_is_the_run_in_one(target, data, tmp_path):
         assert all(torch.equal(a[key], b[key]) for key in a)
 
 
+def test_a_run_that_was_killed_logs_no_step_twice(target, data, tmp_path):
+    changes = {"train.log_every": 1}
+    first = trainer(target, data, tmp_path / "out", changes)
+    first.run_all(stop_after=3)
+    for _ in range(2):  # two more steps, logged and lost
+        first._log([first.run_step()], 1.0)
+    trainer(target, data, tmp_path / "out", changes).run_all()
+    lines = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 9))
+
+
 def test_only_the_drafter_learns(target, data, tmp_path):
     run = trainer(target, data, tmp_path / "out")
     before = {name: p.clone() for name, p in run.target.named_parameters()}
@@ -105,6 +116,31 @@ def test_processes_draw_their_own(target, data, tmp_path):
     one, two = (trainer(target, data, tmp_path / "out", {"train.sequences": 1}, rank=r, world=1) for r in (0, 1))
     one.world = two.world = 2
     assert not torch.equal(one.blocks(0, one.batches[0]).anchor, two.blocks(0, one.batches[0]).anchor)
+
+
+def test_documents_held_out_are_measured_and_not_trained_on(target, data, tmp_path):
+    run = trainer(target, data, tmp_path / "out", {"train.held_out": 0.25, "train.log_every": 8})
+    assert (run.batches.corpus.documents, run.held_out.documents) == (18, 6)
+    whole = Store(data, target_identity(target)).load()
+    assert torch.equal(torch.cat([run.batches.corpus.token, run.held_out.token]), whole.token)
+    assert int(run.held_out.offset[-1]) == len(run.held_out.token) and int(run.held_out.offset[0]) == 0
+    # A drafter that is right half of the time on the spine and a quarter behind it.
+    counts = torch.tensor([[100, 50], [40, 10]])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("spec.training.trainer.spine_counts", lambda outcome: counts)
+        run.run_all()
+    *_, trained, measured = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert trained["step"] == measured["step"] == 8 and measured["off_spine"] == 0.5
+    assert measured["held_out_acceptance_length"] >= 1
+    assert DFlashConfig.from_file(tmp_path / "out" / "config.json").off_spine == 0.5
+    assert trainer(target, data, tmp_path / "out", {"train.held_out": 0.25, "train.log_every": 8}).step == 8
+
+
+def test_too_few_documents_to_hold_out(target, data, tmp_path):
+    run = trainer(target, data, tmp_path / "out")
+    assert run.held_out.documents == 0
+    run.run_all()
+    assert DFlashConfig.from_file(tmp_path / "out" / "config.json").off_spine is None
 
 
 def test_the_learning_rate():
