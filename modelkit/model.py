@@ -88,6 +88,11 @@ class Transformer(nn.Module):
         """Of the first layer here; all are alike."""
         return first_attention(self.layers, self.own)
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of the layers here."""
+        return tuple(self.config.windows[index] for index in self.own)
+
     def new_cache(self, *, slots: int, capacity: int, scratch: int, page_size: int | None = None) -> KVCache:
         """An empty cache of this model's shape on its device; see `KVCache`."""
         with self.device:
@@ -132,7 +137,7 @@ class Transformer(nn.Module):
         group = self.attention.heads // self.attention.kv_heads
         return {
             window: self.backend.plan(rows, cache, window, group=group, dtype=self.dtype)
-            for window in dict.fromkeys(self.config.windows[index] for index in self.own)
+            for window in dict.fromkeys(self.windows)
         }
 
     def embed(self, token: Tensor) -> Tensor:

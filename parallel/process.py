@@ -31,6 +31,11 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
+def met() -> bool:
+    """Whether we are one of several processes that work together, not merely started beside others."""
+    return (_store is not None or dist.is_initialized()) and started() > 1
+
+
 def local_device(device: str) -> str:
     """The device of this process: "cuda" becomes the one of our number on this machine."""
     if started() > 1 and torch.device(device) == torch.device("cuda"):

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from .base import LAYOUTS
-from .process import started
+from .process import met, started
 
 
 @LAYOUTS.register("single")
@@ -24,7 +24,7 @@ class Single:
 
     def connect(self, device: str) -> None:
         """Refuse company."""
-        if started() != 1:
+        if met():
             raise ValueError(
                 f"layout 'single' runs in one process, but {started()} were started; known: {LAYOUTS.names()}"
             )

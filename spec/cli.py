@@ -44,7 +44,7 @@ def check_writable(path: str | None) -> None:
 
 def run(main: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     """Run a command; a caller's mistake becomes one sentence on standard error and exit code 2."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and main.__module__ != "spec.train":  # which shares its work itself
         from .together import run_together
 
         return run_together(main, arguments)

@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TextIO
 
 from parallel import process
@@ -40,6 +41,9 @@ def run_together(main: Callable[[argparse.Namespace], int], arguments: argparse.
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until the process ends)
         # A signal ends a process that waits in a collective only if Python does not want to see it first.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for name in ("json", "output"):  # files that are written: figures and traces of each process in one of its own
+            if isinstance(path := getattr(arguments, name, None), str):
+                setattr(arguments, name, str(Path(path).with_stem(f"{Path(path).stem}-{process.rank()}")))
     threading.Thread(target=_watch, daemon=True).start()
     try:
         code = main(arguments)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from modelkit.backend import Plan, Reference, Stream
 from modelkit.borders import Border, Stage
 from modelkit.cache import KVCache
-from modelkit.layers import Block, RMSNorm
+from modelkit.layers import Attention, Block, RMSNorm
 from modelkit.model import entering, first_attention
 from modelkit.rope import rotary_angles, rotate
 from modelkit.rows import Rows, chain
@@ -101,8 +101,7 @@ class DFlashModel(nn.Module):
         rope = self.config.model.rope
         stream = entering(embedded, self.enter, self.stage)
         angles = self.backend.angles(self.inverse_frequencies, rope.attention_factor, rows.position, embedded.dtype)
-        attention = first_attention(self.layers, self.own)
-        group = attention.heads // attention.kv_heads
+        group = self.attention.heads // self.attention.kv_heads
         for index in self.own:
             kind = self.config.model.windows[index], self.config.causal[index]
             if kind not in plans:
@@ -114,12 +113,21 @@ class DFlashModel(nn.Module):
         hidden = self.backend.normed(stream, self.norm)
         return hidden if self.leave is None else self.leave(hidden)[: rows.count]
 
+    @property
+    def attention(self) -> Attention:
+        """Of the first layer here; all are alike."""
+        return first_attention(self.layers, self.own)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of the layers here."""
+        return tuple(self.config.model.windows[index] for index in self.own)
+
     def new_cache(self, *, slots: int, capacity: int, scratch: int) -> KVCache:
         """An empty cache of the context; see `KVCache`."""
-        attention = first_attention(self.layers, self.own)
         with self.fc.weight.device:
             return KVCache(
-                layers=len(self.own), heads=attention.kv_heads, head_dim=self.config.model.head_dim, slots=slots,
+                layers=len(self.own), heads=self.attention.kv_heads, head_dim=self.config.model.head_dim, slots=slots,
                 capacity=capacity, scratch=scratch, dtype=self.fc.weight.dtype,
             )  # fmt: skip
 
