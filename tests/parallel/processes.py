@@ -6,7 +6,9 @@ import socket
 import sys
 import time
 import traceback
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 SECONDS = 100  # nothing here takes long: a call that does has hung
 
@@ -15,8 +17,13 @@ class Group:
     """Several processes on this machine, connected as torchrun would connect them."""
 
     def __init__(self, size):
-        self.size, self._context = size, multiprocessing.get_context("spawn")
+        # Forked from a server that has imported everything and done nothing: a spawned process would take seconds.
+        self.size, self._context = size, multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["cases"])
         self._members = []
+        found = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        with mock.patch.dict(os.environ, {"PYTHONPATH": found}):
+            forkserver.ensure_running()
 
     def _start(self):
         with socket.socket() as free:
