@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
@@ -49,6 +50,7 @@ class Spread:
     def __init__(self, config: Any) -> None:
         self.config = config
         self.table, self.of = self.target, "target"
+        self.from_first: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def split(self, processes: int) -> tuple[int, int]:
         """(pipeline stages, tensor-parallel degree) of so many processes.
@@ -58,14 +60,10 @@ class Spread:
         """
         raise NotImplementedError
 
-    def from_first(self, x: torch.Tensor) -> torch.Tensor:
-        """Process 0's tensor."""
-        return self._everybody.broadcast(x, 0)
-
     @property
     def name(self) -> str:
         """As messages call it."""
-        return f"layout '{type(self).__name__.lower()}' of the {self.of}"
+        return f"layout {type(self).__name__} of the {self.of}"
 
     def of_drafter(self) -> Spread | None:
         """The same layout with the drafter's table."""
@@ -80,9 +78,10 @@ class Spread:
         self.split(started())
         join(device)
         self._device = torch.device(device).type
-        self._everybody = Group(everybody())
+        if started() > 1:
+            self.from_first = functools.partial(Group(everybody()).broadcast, source=0)
 
-    def place(self, module: nn.Module) -> Mapping[str, Part]:
+    def place(self, module: nn.Module) -> Mapping[str, Part] | None:
         """See `modelkit.borders.Layout`."""
         try:
             return self._place(module)
@@ -91,9 +90,11 @@ class Spread:
                 raise
             raise ValueError(f'{error}; [parallel] draft = "replicate" keeps all of it in every process') from None
 
-    def _place(self, module: nn.Module) -> Mapping[str, Part]:
+    def _place(self, module: nn.Module) -> Mapping[str, Part] | None:
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
         placements = self.table.placements(shapes, self.name)
+        if started() == 1:
+            return None
         stages, degree = self.split(started())
         mesh = make_mesh(self._device, self.mesh_sizes(module, stages, degree))
         units = {

@@ -46,7 +46,13 @@ class Group:
             if not pipe.poll(max(end - time.monotonic(), 0)):
                 self.stop()
                 raise TimeoutError(f"{name}: process {rank} of {self.size} did not answer within {SECONDS} s")
-            results.append(pipe.recv())
+            try:
+                results.append(pipe.recv())
+            except EOFError:
+                self.stop()
+                raise RuntimeError(f"{name}: process {rank} of {self.size} died") from None
+        if len({failed for failed, _ in results}) > 1:
+            self.stop()  # some may wait for the others yet: the next call gets new ones
         return results
 
     def __getattr__(self, name):

@@ -71,7 +71,7 @@ CASES += [(2, PIPELINE, 2, True), (4, PIPELINE, 1, False), (4, BOTH, 2, False), 
 def test_layouts_and_targets(group, targets, drafter, single, number, case):
     size, parallel, kv_heads, tied = case
     draft, tree = ROTATED[number % len(ROTATED)]
-    sampling = (GREEDY, HOT)[number % 2]
+    sampling = (GREEDY, HOT, FILTERED)[number % 3]
     check(group, size, tables(targets(kv_heads, tied), parallel, draft, tree, sampling, drafter), single)
 
 
@@ -103,6 +103,20 @@ def test_the_drafter_in_every_process(group, targets, drafter, single):
         whole = sum(n for n in group(size).held(config)[1][1].values())
         spread = sum(n for n in group(size).held(config | {"parallel": parallel})[1][1].values())
         assert whole > spread * (1.8 if size == 2 else 3.5)
+
+
+@pytest.mark.parametrize("name", ["greedy", "gumbel"])
+def test_biases_and_bans(group, targets, drafter, name):
+    """Of ids in both halves of the vocabulary; a prompt's tokens are penalised wherever they stand."""
+    sampling = {"name": "gumbel", "filters": ["logit_bias", "penalties", "top_p"], "seed": 5}
+    config = tables(targets(2), TENSOR, sampling=sampling | {"temperature": 0.8 * (name == "gumbel")}, drafter=drafter)
+    how = {
+        "logit_bias": {5: 3.0, 60: 2.0, 96: 4.0}, "banned_token_ids": (7, 80), "repetition_penalty": 1.3,
+        "presence_penalty": 0.5, "top_p": 0.8, "max_new_tokens": COUNT,
+    }  # fmt: skip
+    outs = Engine.from_config(config | {"parallel": {"name": "single"}}).generate(PROMPTS, **how)
+    for tokens, _, _ in group(2).generate(config, PROMPTS, **how):
+        assert tokens == [out.token_ids for out in outs]
 
 
 @pytest.mark.slow

@@ -189,6 +189,13 @@ def test_refused_configs(table, message):
 
 
 def test_one_process_alone(targets, drafter):
-    """Started by itself a layout for several says how to start it; one of one process is fine."""
+    """Started by itself a layout for several says how to start it; one of as many as there are is fine."""
+    for parallel in (TENSOR, PIPELINE, BOTH | {"degree": 1}):
+        config = tables(targets(2), parallel, drafter=drafter)
+        outs, expected = (
+            Engine.from_config(config | change).generate(PROMPTS, max_new_tokens=4)
+            for change in ({}, {"parallel": {"name": "single"}})
+        )
+        assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
     with pytest.raises(ValueError, match="torchrun --nproc-per-node 2"):
         Engine.from_config(tables(targets(2), TENSOR | {"degree": 2}, drafter=drafter))
