@@ -3,7 +3,7 @@
 Measured on 4 H200 over NVLink, in a graph: 8 KiB 7.1 us against NCCL's 15.0; 256 KiB one-shot 10.8, two-shot 8.9, NCCL
 16.6 (the reason for `ONE_SHOT_BYTES`). Each group has one buffer for good, so that graphs may hold its address; the
 kernels wait for all processes before they read and before they return. An operator of its own hides the buffer from the
-compiler, which would otherwise track it as a graph's output.
+compiler, which would otherwise track it as a graph's output. FLASHTREE_SYMMETRIC=0 leaves all sums to NCCL.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def prepare(group: dist.ProcessGroup) -> bool:
         return True
     ranks = dist.get_process_group_ranks(group)
     machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    possible = len({rank // machine for rank in ranks}) == 1
+    possible = os.environ.get("FLASHTREE_SYMMETRIC") != "0" and len({rank // machine for rank in ranks}) == 1
     if possible:
         try:
             buffer = _rendezvous(group)

@@ -44,11 +44,13 @@ def run_together(main: Callable[[argparse.Namespace], int], arguments: argparse.
         for name in ("json", "output"):  # files that are written: figures and traces of each process in one of its own
             if isinstance(path := getattr(arguments, name, None), str):
                 setattr(arguments, name, str(Path(path).with_stem(f"{Path(path).stem}-{process.rank()}")))
-    threading.Thread(target=_watch, daemon=True).start()
+    done = threading.Event()
+    threading.Thread(target=_watch, args=[done], daemon=True).start()
     try:
         code = main(arguments)
     except BaseException as error:
         _end(error, errors)
+    done.set()  # from here on the store may go away
     process.leave()
     return code
 
@@ -71,10 +73,9 @@ def _end(error: BaseException, errors: TextIO) -> None:
     os._exit(code)
 
 
-def _watch() -> None:
+def _watch(done: threading.Event) -> None:
     """End this process once another one has failed, wherever it waits."""
     failed = process.failure_seen()
-    waiting = threading.Event()
-    while not waiting.wait(WATCH_SECONDS):
+    while not done.wait(WATCH_SECONDS):
         if failed():
             os._exit(1)

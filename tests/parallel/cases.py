@@ -27,6 +27,13 @@ def _built(tables, fresh=False):
     return Engine.from_config(tables) if fresh else _engine(repr(tables))
 
 
+def odd_ones(logits, nodes):
+    """A user's processor: wants the whole vocabulary, and bans the even ids after an odd token."""
+    even = torch.arange(logits.shape[-1]) % 2 == 0
+    assert logits.shape[-1] == 97
+    return logits.masked_fill(even & (nodes.token % 2 == 1)[:, None], -torch.inf)
+
+
 def _layout(table):
     layout = LAYOUTS.build(table)
     layout.connect("cpu")

@@ -119,6 +119,11 @@ def test_biases_and_bans(group, targets, drafter, name):
         assert tokens == [out.token_ids for out in outs]
 
 
+def test_processors_get_whole_logits(group, targets, drafter, single):
+    config = tables(targets(2), TENSOR, sampling=HOT | {"processors": ["cases:odd_ones"]}, drafter=drafter)
+    check(group, 2, config, single)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [TENSOR, PIPELINE], ids=lambda table: table["name"])
 def test_collectives_inside_compiled_steps(group, targets, drafter, single, parallel):
