@@ -65,6 +65,17 @@ def traced(tables, prompts, **settings):
     return [out.token_ids for out in outs], accepted, counters["stats"]["unique_graphs"] - before
 
 
+def with_kernels(tables, prompts, **settings):
+    """`generate` by the Triton backend, whose kernels are replaced by their meaning; with speculation and plainly."""
+    from unittest import mock
+
+    from stand_ins import triton_backend
+
+    with mock.patch("modelkit.loading.make_backend", lambda name, device: triton_backend()()):
+        engine = _built(tables, fresh=True)
+    return [[out.token_ids for out in engine.generate(prompts, plain=plain, **settings)] for plain in (False, True)]
+
+
 def build(tables):
     """Nothing but errors."""
     _built(tables, fresh=True)

@@ -119,6 +119,17 @@ def test_biases_and_bans(group, targets, drafter, name):
         assert tokens == [out.token_ids for out in outs]
 
 
+@pytest.mark.parametrize("parallel", [TENSOR, PIPELINE, {"name": "sequence"}], ids=lambda table: table["name"])
+def test_the_triton_backend_at_borders(group, targets, drafter, single, parallel):
+    """One row, few rows, many rows: sums are taken whole before they cross, and are added once."""
+    for size in ({"slots": 1, "prefill_chunk": 70}, {"slots": 2}):
+        config = tables(targets(2), parallel, drafter=drafter, max_model_len=128, **size)
+        long = [PROMPTS[0], PROMPTS[1] * 3]
+        outs = Engine.from_config(config | {"parallel": {"name": "single"}}).generate(long, max_new_tokens=COUNT)
+        expected = [out.token_ids for out in outs]
+        assert group(2).with_kernels(config, long, max_new_tokens=COUNT) == [[expected, expected]] * 2
+
+
 def test_processors_get_whole_logits(group, targets, drafter, single):
     config = tables(targets(2), TENSOR, sampling=HOT | {"processors": ["cases:odd_ones"]}, drafter=drafter)
     check(group, 2, config, single)
