@@ -76,6 +76,41 @@ def with_kernels(tables, prompts, **settings):
     return [[out.token_ids for out in engine.generate(prompts, plain=plain, **settings)] for plain in (False, True)]
 
 
+def on_gpus(tables, prompts, **settings):
+    """Tokens with speculation and plainly, twice each, and what the compiler and its graphs have counted."""
+    import dataclasses
+
+    from modelkit.compile import Counters
+
+    engine = _built(tables, fresh=True)
+    outs, counted = [], []
+    for plain in (False, True) * 2:
+        outs.append([out.token_ids for out in engine.generate(prompts, plain=plain, **settings)])
+        counted.append(dataclasses.asdict(Counters.read()))
+    return outs, counted
+
+
+def sums(sizes, repeat):
+    """Sums by symmetric memory and by NCCL, again and again in one graph's buffers: what is used, what differs."""
+    from parallel.collectives import Group
+    from parallel.symmetric import fits
+
+    process.join("cuda")
+    group, wrong = Group(everybody()), []
+    for dtype in (torch.bfloat16, torch.float32):
+        for size in sizes:
+            for number in range(repeat):
+                generator = torch.Generator("cuda").manual_seed(1000 * number + process.rank())
+                x = torch.randn(size, device="cuda", generator=generator).to(dtype)
+                found, expected = group.all_reduce(x), x.double()
+                dist.all_reduce(expected)
+                if not torch.allclose(
+                    found.double(), expected, atol=1e-5 if dtype == torch.float32 else 0.1, rtol=1e-2
+                ):
+                    wrong.append((str(dtype), size, number))
+    return group.symmetric and all(fits(torch.empty(size)) for size in sizes), wrong
+
+
 def build(tables):
     """Nothing but errors."""
     _built(tables, fresh=True)

@@ -16,6 +16,8 @@ SECONDS = 100  # nothing here takes long: a call that does has hung
 class Group:
     """Several processes on this machine, connected as torchrun would connect them."""
 
+    seconds = SECONDS
+
     def __init__(self, size):
         # Forked from a server that has imported everything and done nothing: a spawned process would take seconds.
         self.size, self._context = size, multiprocessing.get_context("forkserver")
@@ -41,11 +43,11 @@ class Group:
             self._start()
         for _, pipe in self._members:
             pipe.send((name, args, kwargs))
-        results, end = [], time.monotonic() + SECONDS
+        results, end = [], time.monotonic() + self.seconds
         for rank, (_, pipe) in enumerate(self._members):
             if not pipe.poll(max(end - time.monotonic(), 0)):
                 self.stop()
-                raise TimeoutError(f"{name}: process {rank} of {self.size} did not answer within {SECONDS} s")
+                raise TimeoutError(f"{name}: process {rank} of {self.size} did not answer within {self.seconds} s")
             try:
                 results.append(pipe.recv())
             except EOFError:
@@ -84,6 +86,7 @@ class Group:
 
 def _serve(pipe, rank, size, port):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     sys.path.insert(0, str(Path(__file__).parent))
     import cases
     import torch

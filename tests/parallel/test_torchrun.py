@@ -98,6 +98,19 @@ def descendants(pid):
 
 
 @pytest.mark.slow
+def test_bench_prints_once(options, tmp_path):
+    _, arguments = options(TENSOR)
+    figures = tmp_path / "figures.json"
+    steps = ["--steps", "--rows", "1,7", "--context", "32", "--repeat", "1", "--json", str(figures)]
+    run = torchrun("-m", "spec.cli", "bench", *arguments[:2], "--set", "engine.max_model_len=200", *steps)
+    out, err = run.communicate(timeout=120)
+    assert run.returncode == 0, err
+    assert "layout tensor of 2 processes" in out and out.count("plain step") == 1
+    first, second = (json.loads(path.read_text()) for path in (figures, figures.with_stem("figures-1")))
+    assert first["config"] == second["config"]
+
+
+@pytest.mark.slow
 def test_two_machines_of_two_processes(options):
     config, arguments = options(BOTH)
     with socket.socket() as free:
