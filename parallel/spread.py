@@ -76,6 +76,8 @@ class Spread:
     def connect(self, device: str) -> None:
         """Meet the other processes."""
         self.split(started())
+        if started() > 1 and torch.device(device).index is not None:
+            raise ValueError(f"device '{device}' for each of {started()} processes; write '{device.partition(':')[0]}'")
         join(device)
         self._device = torch.device(device).type
         if started() > 1:

@@ -65,7 +65,7 @@ class Engine:
         device = local_device(config.target.device)
         use_device(device)
         layout = LAYOUTS.get(config.parallel.name)(config.parallel.config)  # type: ignore[call-arg]
-        layout.connect(device)
+        layout.connect(config.target.device)
         source = after_first(lambda: target_source(config.target.path, progress))
         self.target = load_model(
             source, dtype=config.target.dtype, device=device, layout=layout,

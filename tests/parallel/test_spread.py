@@ -155,6 +155,10 @@ def test_refused_at_load(group, make_target, name):
     assert message in said and len(said) < 700, said
 
 
+def test_a_device_of_its_own_for_each_process(group):
+    assert group(2).refused("connect", TENSOR, "cuda:1") == ["device 'cuda:1' for each of 2 processes; write 'cuda'"]
+
+
 def make_shape(make_target, options):
     """A target whose number of heads the shared tiny weights do not have: refused before they are read."""
     folder = make_target(1)
