@@ -4,6 +4,7 @@ import functools
 import itertools
 
 import pytest
+from safetensors.torch import load_file
 
 from sampling import SAMPLERS
 from spec import Engine
@@ -96,6 +97,22 @@ def test_every_drafter_with_every_tree(group, targets, drafter, single, case):
         assert {0, 1} & set(accepted[0]), "no rejection"
 
 
+@pytest.mark.parametrize(
+    ("size", "parallel"), [(2, TENSOR), (4, TENSOR), (2, PIPELINE), (4, BOTH)], ids=["tp2", "tp4", "pp2", "tp2pp2"]
+)
+def test_a_trained_drafter(group, fixtures_dir, size, parallel):
+    """Blocks that are accepted as a whole, and in part: the drafter sees the features that it was trained on."""
+    folder = fixtures_dir / "dflash"
+    config = tables(str(folder / "target"), parallel, drafter=str(folder / "drafter_fitted_taps012"))
+    config["draft"]["block_size"] = 8
+    prompts = load_file(folder / "drafter_fitted_taps012" / "cases.safetensors")["prompts"].tolist()[:2]
+    outs = Engine.from_config(config | {"parallel": {"name": "single"}}).generate(prompts, max_new_tokens=24)
+    expected = [out.token_ids for out in outs], [out.stats.per_step_accepted for out in outs]
+    assert max(outs[0].stats.per_step_accepted) >= 4
+    for tokens, accepted, _ in group(size).generate(config, prompts, max_new_tokens=24):
+        assert (tokens, accepted) == expected
+
+
 def test_the_drafter_in_every_process(group, targets, drafter, single):
     for size, parallel in ((2, TENSOR), (2, PIPELINE), (4, BOTH)):
         config = tables(targets(2), parallel | {"draft": "replicate"}, sampling=HOT, drafter=drafter)
@@ -103,6 +120,19 @@ def test_the_drafter_in_every_process(group, targets, drafter, single):
         whole = sum(n for n in group(size).held(config)[1][1].values())
         spread = sum(n for n in group(size).held(config | {"parallel": parallel})[1][1].values())
         assert whole > spread * (1.8 if size == 2 else 3.5)
+
+
+@pytest.mark.parametrize("parallel", [TENSOR, PIPELINE], ids=lambda table: table["name"])
+def test_context_limit_stops_and_a_queue(group, targets, parallel):
+    """More prompts than slots, some up to the context's end, some ended by a stop id: no process waits for another."""
+    config = tables(targets(2), parallel, "ngram", max_model_len=32, page_size=8)
+    prompts = [PROMPTS[1][:31], PROMPTS[0], PROMPTS[1][:20], PROMPTS[0][:1], PROMPTS[1][:28]]
+    engine = Engine.from_config(config | {"parallel": {"name": "single"}})
+    stop = engine.generate(prompts, max_new_tokens=40)[1].token_ids[5]
+    expected = [out.token_ids for out in engine.generate(prompts, max_new_tokens=40, stop_token_ids=[stop])]
+    assert {len(p) + len(ids) < 32 for p, ids in zip(prompts, expected, strict=True)} == {True, False}
+    for tokens, _, _ in group(2).generate(config, prompts, max_new_tokens=40, stop_token_ids=[stop]):
+        assert tokens == expected
 
 
 @pytest.mark.parametrize("name", ["greedy", "gumbel"])
