@@ -82,7 +82,10 @@ class Reference:
         Returns:
             q [R, Hq, D], k and v [R, Hkv, D].
         """
-        q, k, v = attention.project(self.normed(stream, norm))
+        x = self.normed(stream, norm)
+        if attention.enter is not None:
+            x = attention.enter(x)[: angles[0].shape[0]]
+        q, k, v = attention.project(x)
         q, k = rotate(q, *angles), rotate(k, *angles)
         if cache is not None:
             cache.write_scratch(layer, k, v)
@@ -90,7 +93,8 @@ class Reference:
 
     def attention_output(self, attention: Attention, mixed: Tensor, stream: Stream) -> Stream:
         """The stream with the output projection of [R, Hq * D] added."""
-        return Stream(x=stream.x + linear(mixed, attention.o_proj))
+        out = linear(mixed, attention.o_proj)
+        return Stream(x=stream.x + (out if attention.leave is None else attention.leave(out)))
 
     def commit(self, cache: KVCache, path: Tensor, count: Tensor) -> None:
         """See `KVCache.commit`."""

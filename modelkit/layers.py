@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .backend import Angles, Plan, Reference, Stream
+from .borders import Border
 from .cache import KVCache
 from .config import ModelConfig
 from .functional import linear
@@ -42,7 +43,12 @@ def fuse_linear(parts: list[nn.Linear]) -> nn.Linear:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary embedding; sees the cache through a plan."""
+    """Grouped-query attention with rotary embedding; sees the cache through a plan.
+
+    Attributes:
+        heads, kv_heads: of this process.
+        enter, leave: borders that a layout has set, of the normed input and of the output before it is added.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -56,6 +62,8 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
         self.qkv_proj: nn.Linear | None = None
+        self.enter: Border | None = None
+        self.leave: Border | None = None
 
     def fuse(self) -> None:
         """Replace q, k, v by one projection (after loading and sharding)."""
@@ -104,7 +112,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward (arXiv 2002.05202)."""
+    """SwiGLU feed-forward (arXiv 2002.05202); `enter` and `leave` as those of `Attention`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -113,6 +121,8 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(hidden, inner, bias=bias)
         self.down_proj = nn.Linear(inner, hidden, bias=bias)
         self.gate_up_proj: nn.Linear | None = None
+        self.enter: Border | None = None
+        self.leave: Border | None = None
 
     def fuse(self) -> None:
         """Replace gate and up by one projection."""
@@ -121,11 +131,14 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Rows [R, H] -> [R, H]."""
+        if self.enter is not None:
+            x = self.enter(x)
         if self.gate_up_proj is not None:
             gate, up = linear(x, self.gate_up_proj).chunk(2, -1)
         else:
             gate, up = linear(x, self.gate_proj), linear(x, self.up_proj)
-        return linear(F.silu(gate) * up, self.down_proj)
+        out = linear(F.silu(gate) * up, self.down_proj)
+        return out if self.leave is None else self.leave(out)
 
 
 class Block(nn.Module):

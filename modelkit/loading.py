@@ -1,11 +1,13 @@
 """Reading checkpoints: safetensors, single-file or sharded, into a module built on the meta device.
 
 The rule: every parameter is filled exactly once, every tensor of the file is consumed or reported. Anything else is an
-error that names the tensors.
+error that names the tensors. Where a layout spreads the module over processes, each reads its own parts only.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
 
 from .backend import make_backend
+from .borders import Layout, Part
 from .config import ModelConfig, read_json
 from .layers import fuse_projections
 from .model import Transformer
@@ -60,8 +63,35 @@ def checkpoint_files(folder: Path) -> list[Path]:
     raise ValueError(f"{folder} has neither model.safetensors nor model.safetensors.index.json{hint}")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A tensor in a file, not read yet.
+
+    Attributes:
+        shape: of the whole.
+        whole: reads it.
+        cut: reads some slices of it, and no other bytes.
+    """
+
+    shape: tuple[int, ...]
+    whole: Callable[[], Tensor]
+    cut: Callable[[tuple[slice, ...]], Tensor]
+
+    def read(self, part: Part | None) -> Tensor:
+        """A part of the tensor; None is all of it."""
+        if part is None:
+            return self.whole()
+        return torch.zeros_like(self.cut(part.slices)) if part.zero else self.cut(part.slices)
+
+
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of the files, one at a time.
+    """All tensors of the files, one at a time; errors as those of `stored_tensors`."""
+    for name, stored in stored_tensors(files):
+        yield name, stored.whole()
+
+
+def stored_tensors(files: list[Path]) -> Iterator[tuple[str, Stored]]:
+    """All tensors of the files by name; each can be read until the next one is asked for.
 
     Raises:
         ValueError: a file is truncated or is not safetensors, or two files hold the same tensor.
@@ -76,14 +106,24 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
                     if name in seen:
                         raise ValueError(f"{file}: tensor {name} stands in two files of the checkpoint")
                     seen.add(name)
-                    yield name, handle.get_tensor(name)
+                    piece = handle.get_slice(name)
+                    yield name, Stored(
+                        shape=tuple(piece.get_shape()), whole=functools.partial(handle.get_tensor, name),
+                        cut=piece.__getitem__,
+                    )  # fmt: skip
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is truncated or is not a safetensors file ({error})") from None
 
 
+def shapes_of(module: nn.Module, remove_duplicate: bool = False) -> dict[str, tuple[int, ...]]:
+    """Parameters' shapes by name, aliases included."""
+    return {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=remove_duplicate)}
+
+
 def load_weights(
-    module: nn.Module, folder: Path, *, dtype: torch.dtype, device: torch.device, shared: dict[str, str] | None = None
-) -> list[str]:
+    module: nn.Module, folder: Path, *, dtype: torch.dtype, device: torch.device, shared: dict[str, str] | None = None,
+    layout: Layout | None = None,
+) -> list[str]:  # fmt: skip
     """Fill a module's parameters from a checkpoint folder.
 
     Args:
@@ -93,6 +133,7 @@ def load_weights(
         device: where parameters go.
         shared: parameters that are another parameter's storage (tied head), name -> that other's name. A file may
             hold them all the same, if they are equal.
+        layout: spreads the module over processes; see `borders.Layout`.
 
     Returns:
         Names of tensors in the file that were left out because they follow from the config.
@@ -101,31 +142,33 @@ def load_weights(
         ValueError: tensors missing, unknown, twice there, or of another shape.
     """
     shared = shared or {}
-    wanted = {name: p for name, p in module.named_parameters(remove_duplicate=False) if name not in shared}
+    shapes = shapes_of(module)
+    wanted = {name: shape for name, shape in shapes.items() if name not in shared}
+    parts = None if layout is None else layout.place(module)
+    found: set[str] = set()
     filled: dict[str, Tensor] = {}
     extra: dict[str, Tensor] = {}
     derived: list[str] = []
     unknown: list[str] = []
-    for stored_name, tensor in read_tensors(checkpoint_files(folder)):
+    for stored_name, stored in stored_tensors(checkpoint_files(folder)):
         name = stored_name.removeprefix("model.")
         if DERIVED.search(name):
             derived.append(stored_name)
-        elif name in filled or name in extra:
+        elif name in found:
             raise ValueError(f"{folder}: {name} is there with and without the prefix 'model.'")
-        elif name in shared:
-            extra[name] = tensor
-        elif name not in wanted:
+        elif name not in shapes:
             unknown.append(stored_name)
-        elif tensor.dtype not in (*DTYPES.values(), torch.float64):
-            raise ValueError(f"{folder}: {stored_name} holds {tensor.dtype}; only float16 to float64 are read")
-        elif wanted[name].shape != tensor.shape:
+        elif shapes[name] != stored.shape:
             raise ValueError(
-                f"{folder}: {stored_name} has shape {list(tensor.shape)}, the config asks for "
-                f"{list(wanted[name].shape)}"
+                f"{folder}: {stored_name} has shape {list(stored.shape)}, the config asks for {list(shapes[name])}"
             )
-        else:
-            filled[name] = tensor.to(device=device, dtype=dtype)
-    if missing := [name for name in wanted if name not in filled]:
+        elif parts is None or name in parts:
+            tensor = stored.read(None if parts is None else parts[name])
+            if tensor.dtype not in (*DTYPES.values(), torch.float64):
+                raise ValueError(f"{folder}: {stored_name} holds {tensor.dtype}; only float16 to float64 are read")
+            (extra if name in shared else filled)[name] = tensor.to(device=device, dtype=dtype)
+        found.add(name)
+    if missing := [name for name in wanted if name not in found]:
         raise ValueError(f"{folder}: {len(missing)} tensor(s) missing: {', '.join(missing[:4])}{_more(missing)}")
     if unknown:
         raise ValueError(
@@ -161,7 +204,7 @@ def load_model(
     *,
     dtype: str | torch.dtype = "bfloat16",
     device: str | torch.device = "cpu",
-    layout: Any = None,
+    layout: Layout | None = None,
     fuse: bool = True,
     kernels: str = "reference",
     random_seed: int | None = None,
@@ -172,7 +215,7 @@ def load_model(
         path: folder with config.json and safetensors; with `random_seed` also a config.json alone.
         dtype: of parameters and caches.
         device: where the model lives.
-        layout: object with `place(module)`, applied to the loaded model before fusing (see `parallel`).
+        layout: spreads the model over processes (see `parallel`); None leaves it whole.
         fuse: fuse qkv and gate/up projections into one GEMM each.
         kernels: "reference", "triton" or "auto"; see `modelkit.backend`.
         random_seed: fill the parameters with noise instead of reading weights: shapes for timing.
@@ -194,16 +237,16 @@ def load_model(
         raise ValueError(f"model folder {folder} does not exist")
     model = build_on_meta(lambda: Transformer(config))
     assert isinstance(model, Transformer)
+    model.layout = layout
     model.backend = make_backend(kernels, torch.device(device))
     shared = {"lm_head.weight": "embed_tokens.weight"} if config.tie_word_embeddings else {}
+    where: dict[str, Any] = {"dtype": parse_dtype(dtype), "device": torch.device(device), "layout": layout}
     if random_seed is not None:
-        random_weights(model, dtype=parse_dtype(dtype), device=torch.device(device), seed=random_seed)
+        random_weights(model, seed=random_seed, **where)
     else:
-        load_weights(model, folder, dtype=parse_dtype(dtype), device=torch.device(device), shared=shared)
+        load_weights(model, folder, shared=shared, **where)
     if config.tie_word_embeddings:
         model.tie()
-    if layout is not None:
-        layout.place(model)
     if fuse:
         fuse_projections(model)
     model.prepare()
@@ -234,15 +277,28 @@ def use_device(device: str | torch.device) -> None:
         torch.cuda.set_device(found.index or 0)
 
 
-def random_weights(module: nn.Module, *, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-    """Fill a meta module with noise of a trained model's size: matrices 1 / sqrt(columns), norms about 1."""
+def random_weights(
+    module: nn.Module, *, dtype: torch.dtype, device: torch.device, seed: int, layout: Layout | None = None
+) -> None:
+    """Fill a meta module with noise of a trained model's size: matrices 1 / sqrt(columns), norms about 1.
+
+    The same noise under every layout: each process makes one whole parameter after another and keeps its parts.
+    """
     generator = torch.Generator(device).manual_seed(seed)
-    for name, parameter in list(module.named_parameters()):
-        filled = torch.empty(parameter.shape, dtype=dtype, device=device)
-        spread = 0.1 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
+    shapes = shapes_of(module, remove_duplicate=True)
+    parts = None if layout is None else layout.place(module)
+    for name, shape in shapes.items():
+        filled = torch.empty(shape, dtype=dtype, device=device)
+        spread = 0.1 if len(shape) == 1 else shape[-1] ** -0.5
         filled.normal_(0.0, spread, generator=generator)
-        if parameter.dim() == 1 and not name.endswith("bias"):
+        if len(shape) == 1 and not name.endswith("bias"):
             filled += 1
+        if parts is not None:
+            if name not in parts:
+                continue
+            filled = filled[parts[name].slices].clone()
+            if parts[name].zero:
+                filled.zero_()
         _fill(module, name, filled)
 
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from .backend import Plan, Reference, Stream
+from .borders import Border, Layout, Stage, Vocabulary
 from .cache import KVCache
 from .config import ModelConfig
 from .functional import linear, soft_cap
-from .layers import Block, RMSNorm
+from .layers import Attention, Block, RMSNorm
 from .rows import Rows, chain
 
 
@@ -32,7 +33,15 @@ class Output:
 
 
 class Transformer(nn.Module):
-    """Decoder-only model of any supported family. Parameter names are the checkpoint's, less the prefix `model.`."""
+    """Decoder-only model of any supported family. Parameter names are the checkpoint's, less the prefix `model.`.
+
+    Attributes:
+        own: layers that this process runs, the only ones whose caches it has.
+        layout: what spread the model over processes; None: nothing did. It has set the four below (see `borders`).
+        enter: of the residual stream, from the embedding; leave: of normed hidden states and tapped features.
+        stage: where layers are spread.
+        vocabulary: where embedding and head are spread.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -45,6 +54,12 @@ class Transformer(nn.Module):
             self.tie()
         self.register_buffer("inverse_frequencies", None, persistent=False)
         self.backend = Reference()
+        self.own = range(config.num_hidden_layers)
+        self.layout: Layout | None = None
+        self.enter: Border | None = None
+        self.leave: Border | None = None
+        self.stage: Stage | None = None
+        self.vocabulary: Vocabulary | None = None
 
     inverse_frequencies: Tensor | None
 
@@ -68,13 +83,22 @@ class Transformer(nn.Module):
         """The parameters' dtype."""
         return self.embed_tokens.weight.dtype
 
+    @property
+    def attention(self) -> Attention:
+        """Of the first layer here; all are alike."""
+        return first_attention(self.layers, self.own)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of the layers here."""
+        return tuple(self.config.windows[index] for index in self.own)
+
     def new_cache(self, *, slots: int, capacity: int, scratch: int, page_size: int | None = None) -> KVCache:
         """An empty cache of this model's shape on its device; see `KVCache`."""
-        config = self.config
         with self.device:
             return KVCache(
-                layers=config.num_hidden_layers, heads=config.num_key_value_heads, head_dim=config.head_dim,
-                slots=slots, capacity=capacity, scratch=scratch, page_size=page_size, dtype=self.dtype,
+                layers=len(self.own), heads=self.attention.kv_heads, head_dim=self.config.head_dim, slots=slots,
+                capacity=capacity, scratch=scratch, page_size=page_size, dtype=self.dtype,
             )  # fmt: skip
 
     def forward(self, rows: Rows, cache: KVCache | None, taps: tuple[int, ...] = ()) -> Output:
@@ -90,27 +114,55 @@ class Transformer(nn.Module):
         rope = self.config.rope
         angles = self.backend.angles(self.inverse_frequencies, rope.attention_factor, rows.position, self.dtype)
         plans = self.plans(rows, cache)
-        stream = Stream(x=self.embed_tokens(rows.token))
+        stream = entering(self.embed(rows.token), self.enter, self.stage)
         tapped: dict[int, Stream] = {}
-        for index, (block, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
-            stream = block(stream, angles, plans[window], self.backend, cache, index)
+        for index in self.own:
+            plan = plans[self.config.windows[index]]
+            stream = self.layers[index](stream, angles, plan, self.backend, cache, index - self.own.start)
             if index in taps:
                 tapped[index] = stream
-        hidden = self.backend.normed(stream, self.norm)
-        features = torch.cat([tapped[i].value() for i in taps], -1) if taps else None
+        last = stream if self.stage is None else Stream(x=self.stage.leave(stream.value()))
+        hidden = self.backend.normed(last, self.norm)
+        features = None
+        if taps:
+            features = torch.cat([tapped[i].value() if i in tapped else torch.zeros_like(stream.x) for i in taps], -1)
+            features = features if self.stage is None else self.stage.collect(features)
+            features = features if self.leave is None else self.leave(features)[: rows.count]
+        if self.leave is not None:
+            hidden = self.leave(hidden)[: rows.count]
         return Output(hidden=hidden, taps=features)
 
     def plans(self, rows: Rows, cache: KVCache | None) -> dict[int | None, Plan]:
         """What the layers of one window share in a forward, by window."""
-        group = self.config.num_attention_heads // self.config.num_key_value_heads
+        group = self.attention.heads // self.attention.kv_heads
         return {
             window: self.backend.plan(rows, cache, window, group=group, dtype=self.dtype)
-            for window in dict.fromkeys(self.config.windows)
+            for window in dict.fromkeys(self.windows)
         }
 
+    def embed(self, token: Tensor) -> Tensor:
+        """Embeddings [.., H] of token ids."""
+        if self.vocabulary is not None:
+            return self.vocabulary.embed(token, self.embed_tokens.weight)
+        embedded: Tensor = self.embed_tokens(token)
+        return embedded
+
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [.., V] of normed hidden states [.., H], soft-capped where the config says so."""
-        return soft_cap(linear(hidden, self.lm_head), self.config.final_logit_softcapping)
+        """Logits [.., V] of normed hidden states [.., H], soft-capped where the config says so.
+
+        Of this process's part of the vocabulary, where there is such a thing and `vocabulary` does not gather them.
+        """
+        return self.deliver(soft_cap(linear(hidden, self.lm_head), self.config.final_logit_softcapping))
+
+    def deliver(self, logits: Tensor) -> Tensor:
+        """What this process's rows of the head give [.., V], as samplers and drafters want it."""
+        return logits if self.vocabulary is None else self.vocabulary.deliver(logits)
+
+    def top_candidates(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k best tokens of logits as `head` gives them; see `Reference.top_candidates`."""
+        if self.vocabulary is None:
+            return self.backend.top_candidates(logits, k)
+        return self.vocabulary.top_candidates(logits, k, self.backend.top_candidates)
 
     @torch.no_grad()
     def score(self, token_ids: Tensor) -> Tensor:
@@ -138,4 +190,20 @@ class Transformer(nn.Module):
         rows = chain(
             token=token_ids.to(self.device).long(), start=start, count=start + length, rows=batch * length, bound=0
         )
-        return self.head(self(rows, None).hidden).view(batch, length, -1)
+        logits = soft_cap(linear(self(rows, None).hidden, self.lm_head), self.config.final_logit_softcapping)
+        if self.vocabulary is not None:
+            logits = self.vocabulary.gather(logits)
+        return logits.view(batch, length, -1)
+
+
+def entering(embedded: Tensor, enter: Border | None, stage: Stage | None) -> Stream:
+    """The residual stream that this process's layers start from, out of embeddings [R, H]."""
+    x = embedded if enter is None else enter(embedded)
+    return Stream(x=x if stage is None else stage.enter(x))
+
+
+def first_attention(layers: nn.ModuleList, own: range) -> Attention:
+    """Attention of the first layer of this process."""
+    block = layers[own.start]
+    assert isinstance(block, Block)
+    return block.self_attn

@@ -1,7 +1,8 @@
 """Parallel layouts as strategy classes."""
 
-from . import single as _single  # registers the strategy
+from . import single as _single  # both register their strategies
+from . import tensor as _tensor
 from .base import LAYOUTS, Layout
 
 __all__ = ["LAYOUTS", "Layout"]
-del _single
+del _single, _tensor

@@ -6,23 +6,31 @@ import dataclasses
 from typing import Any
 
 from .base import LAYOUTS
+from .process import met, started
 
 
 @LAYOUTS.register("single")
 class Single:
-    """One process, one device; parameters stay as they were loaded."""
+    """One process, one device; nothing is spread."""
 
     @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
     class Config:
         """Nothing to choose."""
 
-    def __init__(self, config: Config) -> None:
-        import torch.distributed as dist
+    from_first = None
 
+    def __init__(self, config: Config) -> None:
         self.config = config
-        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if world != 1:
-            raise ValueError(f"layout 'single' runs in one process, but {world} were started; known: {LAYOUTS.names()}")
+
+    def connect(self, device: str) -> None:
+        """Refuse company."""
+        if met():
+            raise ValueError(
+                f"layout 'single' runs in one process, but {started()} were started; known: {LAYOUTS.names()}"
+            )
 
     def place(self, module: Any) -> None:
-        """Leave the module as it is."""
+        """Leave the module whole."""
+
+    def of_drafter(self) -> None:
+        """The drafter is whole too."""

@@ -103,6 +103,8 @@ class Sampler(Protocol):
         Config: its part of the config.
         lossless: whether outputs follow the target's law exactly.
         chains_only: whether it needs a tree policy without siblings.
+        takes_parts: whether it reduces logits through `SlotParams.vocabulary` only, so that a process may have a part
+            of them; a strategy without this attribute does not, and gets whole ones. Nor do user's processors.
         features: what of `params.FEATURES` requests may use; each costs time in every round that samples.
         use_kernels: set by the engine where kernels may run; a strategy without kernels has no such attribute.
         host_processors: what the engine has to do to the logits before `accept`, see `host.HostProcessor`; a strategy

@@ -79,6 +79,7 @@ class Sampling:
     Config: ClassVar[type[SamplingConfig]] = SamplingConfig
     lossless: ClassVar[bool] = True
     chains_only: ClassVar[bool] = False
+    takes_parts: ClassVar[bool] = False
     use_kernels = False  # set by the engine where kernels may run
 
     def __init__(self, config: SamplingConfig) -> None:

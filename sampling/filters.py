@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .base import ALL_BANNED, BAD_PROCESSOR, NOT_FINITE, NodeContext
 from .params import SlotParams
+from .vocabulary import Vocabulary
 
 Processor = Callable[[Tensor, NodeContext], Tensor]
 
@@ -119,7 +120,7 @@ def filtered(logits: Tensor, nodes: NodeContext, processors: tuple[Processor, ..
     rows = changed(logits, nodes, processors)
     assert params is not None
     x = rows.x.float()
-    best = x.amax(-1, keepdim=True)  # NaN if there is one
+    best = params.vocabulary.amax(x)  # NaN if there is one
     fault = rows.faults(best[:, 0])
     temperature = params.temperature[nodes.slot]
     score = (x - best) / torch.where(temperature > 0, temperature, 1.0)[:, None]
@@ -137,7 +138,7 @@ def cut(score: Tensor, params: SlotParams, slot: Tensor) -> Tensor:
 def penalised(x: Tensor, nodes: NodeContext, params: SlotParams) -> Tensor:
     """Logits [R, V] after the repetition, frequency and presence penalties of each row's own text."""
     slot = nodes.slot
-    count = params.output_count[slot].scatter_add(1, *path_tokens(nodes))
+    count = params.output_count[slot].scatter_add(1, *params.vocabulary.own(*path_tokens(nodes)))
     seen = params.in_prompt[slot] | (count > 0)
     repeated = params.repetition_penalty[slot][:, None]
     x = torch.where(seen, torch.where(x > 0, x / repeated, x * repeated), x)
@@ -167,13 +168,13 @@ def threshold(score: Tensor, far: Tensor, params: SlotParams, slot: Tensor) -> T
     last = min_p_limit(params, slot)
     if "top_k" in params.features:
         k = params.top_k[slot]
-        kth = nearest(far, None, k.clamp(max=far.shape[1]))
+        kth = nearest(far, None, k.clamp(max=params.vocabulary.whole_size), params.vocabulary)
         last = torch.where(k > 0, torch.minimum(last, kth), last)
     if "top_p" in params.features:
         p = params.top_p[slot]
         mass = (score.exp() * MASS_ONE).to(torch.int64).masked_fill(far > last[:, None], 0)
-        needed = (p * mass.sum(-1)).ceil().to(torch.int64)
-        last = torch.where(p < 1.0, torch.minimum(last, nearest(far, mass, needed)), last)
+        needed = (p * params.vocabulary.add(mass.sum(-1))).ceil().to(torch.int64)
+        last = torch.where(p < 1.0, torch.minimum(last, nearest(far, mass, needed, params.vocabulary)), last)
     return last
 
 
@@ -184,13 +185,14 @@ def min_p_limit(params: SlotParams, slot: Tensor) -> Tensor:
     return params.min_p[slot].log().abs().view(torch.int32)
 
 
-def nearest(far: Tensor, mass: Tensor | None, needed: Tensor) -> Tensor:
+def nearest(far: Tensor, mass: Tensor | None, needed: Tensor, vocabulary: Vocabulary) -> Tensor:
     """The smallest distance within which there is enough mass: its bits from the top, a digit a pass, without a sort.
 
     Args:
         far: int32 [R, V], 0..FARTHEST.
         mass: int64 [R, V]; None counts tokens.
         needed: int64 [R], at most all there is.
+        vocabulary: which of its columns these are.
 
     Returns:
         int32 [R].
@@ -198,7 +200,7 @@ def nearest(far: Tensor, mass: Tensor | None, needed: Tensor) -> Tensor:
     found = torch.zeros_like(far[:, 0])
     left = needed
     # At most as many counters a row as tokens: 3 digits of up to 11 bits, or more of fewer bits.
-    digit_bits = min(max(far.shape[1].bit_length() - 1, 1), 11)
+    digit_bits = min(max(vocabulary.whole_size.bit_length() - 1, 1), vocabulary.digit_bits)
     for top in range(DISTANCE_BITS, 0, -digit_bits):
         shift = max(top - digit_bits, 0)
         bits, size = top - shift, 1 << (top - shift)
@@ -207,7 +209,7 @@ def nearest(far: Tensor, mass: Tensor | None, needed: Tensor) -> Tensor:
         weight = near.to(torch.int64) if mass is None else torch.where(near, mass, 0)
         digit = ((far >> shift) & (size - 1)).to(torch.int64)
         count = torch.zeros(far.shape[0], size, dtype=torch.int64, device=far.device).scatter_add(1, digit, weight)
-        within = count.cumsum(-1)
+        within = vocabulary.add(count).cumsum(-1)
         first = (within < left[:, None]).sum(-1, keepdim=True).clamp(max=size - 1)
         before = torch.where(first > 0, within.gather(1, (first - 1).clamp(min=0)), 0)[:, 0]
         left = left - before

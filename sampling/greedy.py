@@ -11,6 +11,7 @@ from torch import Tensor
 from .base import NOT_FINITE, SAMPLERS, Acceptance, NodeContext, walk, with_fault
 from .host import GivenProcessor, host_processors
 from .params import SamplingParams, SlotParams
+from .vocabulary import Whole
 
 
 @SAMPLERS.register("greedy")
@@ -19,6 +20,7 @@ class Greedy:
 
     lossless: ClassVar[bool] = True
     chains_only: ClassVar[bool] = False
+    takes_parts: ClassVar[bool] = True
     use_kernels = False  # set by the engine where kernels may run
     features: tuple[str, ...] = ()
 
@@ -64,8 +66,8 @@ def accept_argmax(logits: Tensor, nodes: NodeContext, use_kernels: bool) -> Acce
 
         target, best = argmax_tokens(logits)
     else:
-        target = logits.argmax(-1)  # a NaN counts as the greatest
-        best = logits.gather(1, target[:, None])[:, 0]
+        own = Whole(logits.shape[-1]) if nodes.params is None else nodes.params.vocabulary
+        target, best = own.best(logits)
     return with_fault(walk(target, nodes), torch.where(best.isfinite(), 0, NOT_FINITE))
 
 

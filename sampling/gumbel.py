@@ -24,10 +24,11 @@ class Gumbel(Sampling):
     """Exact sampling with shared noise; at temperature 0 greedy. The default."""
 
     stream: ClassVar[int] = 0
+    takes_parts: ClassVar[bool] = True
 
     def perturb(self, logits: Tensor, position: Tensor, params: SlotParams) -> Tensor:
         """The drafter's log-probabilities at the request's temperature, with the noise its tokens will meet."""
-        slots, depth, vocabulary = logits.shape
+        slots, depth = logits.shape[:2]
         seed = params.seed[:-1, None].expand(slots, depth).flatten()
         if self.use_kernels:
             from .kernels.perturb import perturb_logits
@@ -36,9 +37,10 @@ class Gumbel(Sampling):
             hot: Tensor = perturb_logits(logits, params.temperature[:-1].repeat_interleave(depth), keys)
             return hot
         temperature = params.temperature[:-1, None, None]
-        noise = gumbel_noise(seed, position.flatten(), vocabulary, params.low_bits, self.stream).view(logits.shape)
-        logits = logits.float()
-        best = logits.amax(-1, keepdim=True)
+        own = params.vocabulary
+        noise = gumbel_noise(seed, position.flatten(), own.size, params.low_bits, self.stream, own.first)
+        noise, logits = noise.view(logits.shape), logits.float()
+        best = own.amax(logits)
         sampled = temperature > 0
         return torch.where(sampled, (logits - best) / torch.where(sampled, temperature, 1.0) + noise, logits)
 
@@ -48,7 +50,8 @@ class Gumbel(Sampling):
             token, fault = self._chosen(logits, nodes)
         else:
             rows = self.noisy(logits, nodes)
-            token, fault = rows.score.argmax(-1), rows.fault
+            assert nodes.params is not None
+            token, fault = nodes.params.vocabulary.argmax(rows.score), rows.fault
         return with_fault(walk(token, nodes), fault)
 
     def _chosen(self, logits: Tensor, nodes: NodeContext) -> tuple[Tensor, Tensor]:
@@ -73,5 +76,6 @@ class Gumbel(Sampling):
         rows = filtered(logits, nodes, self.processors)
         # What follows the row at position p is the token at p + 1.
         seed, sampled = params.seed[nodes.slot], params.temperature[nodes.slot] > 0
-        noise = gumbel_noise(seed, nodes.position + 1, logits.shape[-1], params.low_bits, self.stream)
+        own = params.vocabulary
+        noise = gumbel_noise(seed, nodes.position + 1, own.size, params.low_bits, self.stream, own.first)
         return Filtered(score=rows.score + torch.where(sampled[:, None], noise, 0.0), fault=rows.fault)

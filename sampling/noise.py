@@ -27,22 +27,25 @@ def mix(x: Tensor, low_bits: Tensor) -> Tensor:
     return x ^ (x >> 15)
 
 
-def noise_bits(seed: Tensor, position: Tensor, vocab_size: int, low_bits: Tensor, stream: int | Tensor = 0) -> Tensor:
+def noise_bits(
+    seed: Tensor, position: Tensor, vocab_size: int, low_bits: Tensor, stream: int | Tensor = 0, first: int = 0
+) -> Tensor:
     """32 random bits for each row and token id.
 
     Args:
         seed: int64 [R], 0..2^63 - 1.
         position: int64 [R], absolute position of the token to be emitted, below 2^32.
-        vocab_size: V.
+        vocab_size: V, ids that noise is wanted for.
         low_bits: int64 [], 2^32 - 1.
         stream: another number, 0..2^32 - 1, is other noise; one for all rows or int64 [R].
+        first: the lowest of those ids.
 
     Returns:
         int64 [R, V], 0..2^32 - 1.
     """
-    first, second = row_keys(seed, position, low_bits, stream).unbind(-1)
-    token = torch.arange(vocab_size, device=seed.device)
-    return mix(mix(token ^ first[:, None], low_bits) ^ second[:, None], low_bits)
+    one, two = row_keys(seed, position, low_bits, stream).unbind(-1)
+    token = torch.arange(first, first + vocab_size, device=seed.device)
+    return mix(mix(token ^ one[:, None], low_bits) ^ two[:, None], low_bits)
 
 
 def row_keys(seed: Tensor, position: Tensor, low_bits: Tensor, stream: int | Tensor = 0) -> Tensor:
@@ -54,17 +57,19 @@ def row_keys(seed: Tensor, position: Tensor, low_bits: Tensor, stream: int | Ten
 
 
 def uniform_noise(
-    seed: Tensor, position: Tensor, vocab_size: int, low_bits: Tensor, stream: int | Tensor = 0
+    seed: Tensor, position: Tensor, vocab_size: int, low_bits: Tensor, stream: int | Tensor = 0, first: int = 0
 ) -> Tensor:
     """Uniform noise fp32 [R, V], never 0 and never 1; arguments as in `noise_bits`."""
-    bits = noise_bits(seed, position, vocab_size, low_bits, stream)
+    bits = noise_bits(seed, position, vocab_size, low_bits, stream, first)
     return ((bits.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
 
 
-def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int, low_bits: Tensor, stream: int | Tensor = 0) -> Tensor:
+def gumbel_noise(
+    seed: Tensor, position: Tensor, vocab_size: int, low_bits: Tensor, stream: int | Tensor = 0, first: int = 0
+) -> Tensor:
     """Standard Gumbel noise fp32 [R, V]; arguments as in `noise_bits`.
 
     The largest values decide, and they come from the smallest uniforms, where fp32 is finest: -log(-log(u)) with u near
     1 would have lost them at a large vocabulary.
     """
-    return -torch.log(-torch.log1p(-uniform_noise(seed, position, vocab_size, low_bits, stream)))
+    return -torch.log(-torch.log1p(-uniform_noise(seed, position, vocab_size, low_bits, stream, first)))

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from .vocabulary import Vocabulary, Whole
+
 # What an engine can be built with besides the temperature, by the name the config uses.
 FEATURES = ("top_k", "top_p", "min_p", "penalties", "logit_bias")
 MAX_SEED = 2**63 - 1
@@ -109,19 +111,24 @@ class SlotParams(nn.Module):
         top_k: int64 [S + 1]. top_p: fp64 [S + 1]. min_p: fp32 [S + 1].
         repetition_penalty, presence_penalty, frequency_penalty: fp32 [S + 1].
         in_prompt: bool [S + 1, V]. output_count: int32 [S + 1, V], how often each token was emitted.
-        logit_bias: fp32 [S + 1, V], -inf bans.
+        logit_bias: fp32 [S + 1, V], -inf bans. V is this process's part of the vocabulary.
         low_bits: int64 [], 2^32 - 1; a tensor because inductor refuses such a constant where it counts in int32.
 
     Args:
         slots: S.
-        vocab_size: V.
+        vocab_size: of the whole vocabulary.
         device: of the target.
         features: which of FEATURES requests may use.
+        vocabulary: the part of it that the logits are for; None is all.
     """
 
-    def __init__(self, *, slots: int, vocab_size: int, device: torch.device, features: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, *, slots: int, vocab_size: int, device: torch.device, features: tuple[str, ...] = (),
+        vocabulary: Vocabulary | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.slots, self.vocab_size, self.features = slots, vocab_size, frozenset(features)
+        self.vocabulary: Vocabulary = Whole(vocab_size) if vocabulary is None else vocabulary
 
         def buffer(name: str, dtype: torch.dtype, fill: float, *shape: int) -> None:
             self.register_buffer(name, torch.full(shape, fill, dtype=dtype, device=device), persistent=False)
@@ -139,10 +146,10 @@ class SlotParams(nn.Module):
             buffer("repetition_penalty", torch.float32, 1.0, slots + 1)
             buffer("presence_penalty", torch.float32, 0.0, slots + 1)
             buffer("frequency_penalty", torch.float32, 0.0, slots + 1)
-            buffer("in_prompt", torch.bool, False, slots + 1, vocab_size)
-            buffer("output_count", torch.int32, 0, slots + 1, vocab_size)
+            buffer("in_prompt", torch.bool, False, slots + 1, self.vocabulary.size)
+            buffer("output_count", torch.int32, 0, slots + 1, self.vocabulary.size)
         if "logit_bias" in self.features:
-            buffer("logit_bias", torch.float32, 0.0, slots + 1, vocab_size)
+            buffer("logit_bias", torch.float32, 0.0, slots + 1, self.vocabulary.size)
 
     low_bits: Tensor
     temperature: Tensor
@@ -174,15 +181,15 @@ class SlotParams(nn.Module):
         if "penalties" in self.features:
             for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
                 getattr(self, name)[slot] = getattr(params, name)
-            self.in_prompt[slot] = False
-            self.in_prompt[slot, prompt] = True
+            times = torch.zeros(self.vocabulary.size, dtype=torch.int64, device=prompt.device)
+            self.in_prompt[slot] = times.index_add_(0, *self.vocabulary.own(prompt, torch.ones_like(prompt))) > 0
             self.output_count[slot] = 0
         if "logit_bias" in self.features:
             self.logit_bias[slot] = 0.0
-            for token, bias in (params.logit_bias or {}).items():
-                self.logit_bias[slot, token] = bias
-            for token in params.banned_token_ids:
-                self.logit_bias[slot, token] = -math.inf
+            biases = {**(params.logit_bias or {}), **dict.fromkeys(params.banned_token_ids, -math.inf)}
+            for token, bias in biases.items():
+                if 0 <= token - self.vocabulary.first < self.vocabulary.size:
+                    self.logit_bias[slot, token - self.vocabulary.first] = bias
 
     def record(self, token: Tensor, count: Tensor) -> None:
         """Count emitted tokens, for the penalties; on the device, in fixed shapes.
@@ -193,4 +200,4 @@ class SlotParams(nn.Module):
         """
         if "penalties" in self.features:
             real = torch.arange(token.shape[1], device=token.device) < count[:, None]
-            self.output_count[:-1].scatter_add_(1, token.clamp(min=0), real.to(torch.int32))
+            self.output_count[:-1].scatter_add_(1, *self.vocabulary.own(token.clamp(min=0), real.to(torch.int32)))

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+interrupted = "flashtree: interrupted"
 COMMANDS = {
     "generate": ("spec.generate", "complete prompts with speculative decoding"),
     "train": ("spec.train", "train a DFlash drafter for a target, on text that the target writes"),
@@ -43,6 +44,10 @@ def check_writable(path: str | None) -> None:
 
 def run(main: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     """Run a command; a caller's mistake becomes one sentence on standard error and exit code 2."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and main.__module__ != "spec.train":  # which shares its work itself
+        from .together import run_together
+
+        return run_together(main, arguments)
     try:
         return main(arguments)
     except (ValueError, ImportError, RuntimeError) as error:
@@ -60,7 +65,7 @@ def run(main: Callable[[argparse.Namespace], int], arguments: argparse.Namespace
         print(f"flashtree: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("flashtree: interrupted", file=sys.stderr)
+        print(interrupted, file=sys.stderr)
         return 130
 
 

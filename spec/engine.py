@@ -8,33 +8,34 @@ Everything a round decides is decided on the device; the host launches rounds an
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from modelkit.compile import Step, compile_step
 from modelkit.loading import load_model, use_device
-from modelkit.registry import unknown_name
 from parallel import LAYOUTS
-from sampling import SAMPLERS, Acceptance, Draws, SlotParams
+from parallel.process import after_first, local_device, of_first, rank
+from sampling import SAMPLERS, Acceptance, Draws, NodeContext, SlotParams
 from sampling.base import with_fault
 
 from .config import GenerateConfig, load_config
 from .draft import DRAFTERS, unperturbed
 from .draft.perturbed import perturbed
 from .host import Host, round_in_two
+from .owner import agreed
 from .prefill import Prefill
 from .readback import Readback
 from .report import progress_bar
-from .requests import Completion, Piece, Request, Settings, prepare
+from .requests import Completion, Piece, Request, Settings, changed, prepare
 from .serving import BUSY, serve
 from .sources import refuse_shape, target_source
 from .state import RoundState
-from .strategies import check_strategies
+from .strategies import check_strategies, takes_parts
 from .text import Prompt, load_tokenizer
 from .tree import TREES
 from .types import Proposal, Tree, Verified
@@ -63,11 +64,13 @@ class Engine:
             refuse_shape("drafter", getattr(config.draft.config, "path", ""))
         if config.engine.threads is not None:
             torch.set_num_threads(config.engine.threads)
-        use_device(config.target.device)
-        source = target_source(config.target.path, progress)
+        device = local_device(config.target.device)
+        use_device(device)
         layout = LAYOUTS.get(config.parallel.name)(config.parallel.config)  # type: ignore[call-arg]
+        layout.connect(config.target.device)
+        source = after_first(lambda: target_source(config.target.path, progress))
         self.target = load_model(
-            source, dtype=config.target.dtype, device=config.target.device, layout=layout,
+            source, dtype=config.target.dtype, device=device, layout=layout,
             kernels=config.compile.kernels, random_seed=0 if source.is_file() else None,
         )  # fmt: skip
         self.tokenizer = load_tokenizer(source)
@@ -79,6 +82,9 @@ class Engine:
         self.sampler = SAMPLERS.get(config.sampling.name)(config.sampling.config)  # type: ignore[call-arg]
         self.tree = TREES.get(config.tree.name)(config.tree.config)  # type: ignore[call-arg]
         check_strategies(config, self.sampler, self.tree)
+        vocabulary: Any = self.target.vocabulary
+        if vocabulary is not None and not takes_parts(self.sampler):
+            vocabulary = vocabulary.gathering()
         self.drafter = DRAFTERS.get(config.draft.name)(  # type: ignore[call-arg]
             config.draft.config,
             target=self.target,
@@ -90,7 +96,7 @@ class Engine:
             self.tree.suit(self.drafter)
         for strategy in (self.tree, self.sampler):
             if hasattr(strategy, "use_kernels"):
-                strategy.use_kernels = self.target.backend.name == "triton"
+                strategy.use_kernels = self.target.backend.name == "triton" and vocabulary is None
         self.nodes = self.tree.nodes(self.drafter.depth)
         scratch = max(slots * self.nodes, config.engine.prefill_chunk, self.drafter.rows)
         cache = self.target.new_cache(
@@ -98,8 +104,9 @@ class Engine:
         )
         sampling = SlotParams(
             slots=slots, vocab_size=self.target.config.vocab_size, device=self.target.device,
-            features=self.sampler.features,
+            features=self.sampler.features, vocabulary=vocabulary,
         )  # fmt: skip
+        self.from_first = layout.from_first
         self.state = RoundState(
             cache=cache, sampling=sampling, capacity=self.capacity, depth=self.drafter.depth,
             features=self.drafter.features, dtype=self.target.dtype,
@@ -107,7 +114,7 @@ class Engine:
         self._mode = config.compile.resolved_mode(config.target.device)
         self.host = Host(self.sampler, self.state)
         self.prefiller = Prefill(
-            state=self.state, target=self.target, drafter=self.drafter, sampler=self.sampler, host=self.host,
+            state=self.state, target=self.target, drafter=self.drafter, decide=self.decide, host=self.host,
             chunk=config.engine.prefill_chunk, mode=self._mode,
         )  # fmt: skip
         self.greedy = self.sampler.always_argmax(self.sampler.params())
@@ -157,7 +164,7 @@ class Engine:
         if plain:
             return Tree.root_only(self.state.anchor), None
         proposal = self.propose(bound, greedy)
-        return self.tree.build(proposal, self.state.anchor), proposal.draws
+        return self.plant(proposal), proposal.draws
 
     def propose(self, bound: int, greedy: bool) -> Proposal:
         """The drafter's candidates, chosen as the sampler is going to choose tokens; arguments as in `step`."""
@@ -165,6 +172,10 @@ class Engine:
             return self.drafter.propose(self.state, bound, unperturbed)
         propose = functools.partial(self.drafter.propose, self.state, bound)
         return perturbed(propose, self.sampler, self.state.length, self.state.sampling)
+
+    def plant(self, proposal: Proposal) -> Tree:
+        """The trees that are verified, the same in every process."""
+        return agreed(self.tree.build(proposal, self.state.anchor), self.from_first)
 
     def verify(self, tree: Tree, rows: int, bound: int, plain: bool = False) -> Verified:
         """One forward of the target over the trees' rows; arguments as in `step`."""
@@ -174,8 +185,11 @@ class Engine:
 
     def accept(self, verified: Verified, greedy: bool, draws: Draws | None = None) -> Acceptance:
         """What the sampler makes of the logits; arguments as in `step`, and the proposal's draws."""
-        accepted = self.sampler.accept(verified.logits, self.state.nodes(verified.rows, greedy, draws))
-        return with_fault(accepted, verified.fault)
+        return self.decide(verified.logits, self.state.nodes(verified.rows, greedy, draws), verified.fault)
+
+    def decide(self, logits: Tensor, nodes: NodeContext, fault: Tensor | None = None) -> Acceptance:
+        """The tokens of a round, the same in every process; see `Sampler.accept`, and `with_fault` for `fault`."""
+        return agreed(with_fault(self.sampler.accept(logits, nodes), fault), self.from_first)
 
     def commit(self, verified: Verified, accepted: Acceptance) -> None:
         """Emit tokens, cut at stop ids and limits; keep the accepted rows' features and K/V."""
@@ -291,8 +305,8 @@ class Engine:
         **changes: Any,
     ) -> Iterator[tuple[int, Completion]]:
         """`generate`, but each completion as soon as it is finished, with its prompt's index."""
-        requests = self._prepare(prompts, settings, changes)
-        return self._finished(requests, plain, progress)
+        requests = of_first(self._prepare(prompts, settings, changes))
+        return self._finished(requests, plain, progress and rank() == 0)
 
     def stream(
         self, prompt: Prompt, settings: Settings | None = None, *, plain: bool = False, **changes: Any
@@ -302,7 +316,7 @@ class Engine:
         Text is released only when later tokens cannot change it; nothing after a stop is ever shown. Closing the
         iterator early frees the engine.
         """
-        return self._pieces(self._prepare([prompt], settings, changes), plain)
+        return self._pieces(of_first(self._prepare([prompt], settings, changes)), plain)
 
     def _prepare(
         self, prompts: str | Sequence[Prompt], settings: Settings | Sequence[Settings] | None, changes: dict[str, Any]
@@ -312,13 +326,7 @@ class Engine:
                 raise ValueError(f"{len(settings)} settings: give as many as there are prompts")
             pairs = zip(prompts, settings, strict=True)
             return [request for prompt, one in pairs for request in self._prepare([prompt], one, changes)]
-        if settings is not None and not isinstance(settings, Settings):
-            raise ValueError(f"settings must be a Settings, got {settings!r}; give single ones by name")
-        known = [field.name for field in dataclasses.fields(Settings)]
-        for name in changes:
-            if name not in known:
-                raise unknown_name("setting", name, known)
-        resolved = dataclasses.replace(settings or Settings(), **changes)
+        resolved = changed(settings, changes)
         defaults = self.config.generate
         ignore_eos = defaults.ignore_eos if resolved.ignore_eos is None else resolved.ignore_eos
         return prepare(

@@ -44,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """`flashtree generate`."""
+    from parallel.process import of_first, rank
+
     from .config import load_config, parse_override
     from .prompts import as_chat, read_prompts
 
@@ -54,11 +56,13 @@ def run(arguments: argparse.Namespace) -> int:
         file = "-"
     if arguments.limit is not None and arguments.limit < 1:
         raise ValueError(f"--limit {arguments.limit}: must be at least 1")
-    prompts = read_prompts(arguments.prompt, file, arguments.limit)
+    first = rank() == 0
+    prompts = read_prompts(arguments.prompt, file, arguments.limit) if first else []
 
     from .engine import Engine
 
     engine = Engine(config, progress=lambda line: print(line, file=sys.stderr))
+    prompts = of_first(prompts)
     if not arguments.raw and engine.tokenizer is not None and engine.tokenizer.chat_template:
         prompts = as_chat(prompts)
     settings: dict[str, Any] = {
@@ -72,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         compare = len(prompts) == 1 and not arguments.json
     compare = compare and not arguments.plain
     if compare and arguments.seed is None and getattr(config.sampling.config, "seed", None) is None:
-        settings["seed"] = secrets.randbelow(2**31)  # the two runs are to draw the same tokens
+        settings["seed"] = of_first(secrets.randbelow(2**31))  # the two runs are to draw the same tokens
     kinds = [True] if arguments.plain else [False, True] if compare else [False]
     asked = [p.prompt for p in prompts]
     engine.warm_up(asked, plain=kinds, progress=lambda line: print(line, file=sys.stderr), **settings)
@@ -154,12 +158,18 @@ def describe(engine: Any, plain: bool = False) -> str:
     """One line that says what ran."""
     config = engine.config
     if plain:
-        return f"{config.target.path}, {config.target.dtype}, plain decoding"
+        return f"{config.target.path}, {config.target.dtype}, plain decoding{_processes(config)}"
     return (
         f"{config.target.path}, {config.target.dtype}; drafter {config.draft.name} (block size "
         f"{engine.drafter.depth + 1}), tree {config.tree.name} (budget {engine.nodes - 1}, {engine.nodes} rows "
-        f"verified), sampler {config.sampling.name}"
+        f"verified), sampler {config.sampling.name}{_processes(config)}"
     )
+
+
+def _processes(config: Any) -> str:
+    from parallel.process import started
+
+    return f", layout {config.parallel.name} of {started()} processes" if started() > 1 else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -38,7 +38,7 @@ class Parts:
         saved = Saved(engine)
         with torch.no_grad():
             self.proposal = Held(engine.propose(bound, engine.greedy))
-            self.trees = Held(engine.tree.build(self.proposal.get(), engine.state.anchor))
+            self.trees = Held(engine.plant(self.proposal.get()))
             self.verified = Held(engine.verify(self.trees.get(), self.rows, bound))
             self.accepted = Held(engine.accept(self.verified.get(), engine.greedy, self.proposal.get().draws))
         saved.restore()
@@ -51,7 +51,7 @@ class Parts:
     @torch.no_grad()
     def tree(self) -> None:
         """Build the trees of the last proposal."""
-        self.trees.put(self.engine.tree.build(self.proposal.get(), self.engine.state.anchor))
+        self.trees.put(self.engine.plant(self.proposal.get()))
 
     @torch.no_grad()
     def verify(self) -> None:
@@ -112,7 +112,7 @@ class AttentionAlone(nn.Module):
         super().__init__()
         self.engine, self.bound, self.rows = engine, bound, engine.state.slots * rows
         config, target = engine.target.config, engine.target
-        shape = (self.rows, config.num_attention_heads, config.head_dim)
+        shape = (self.rows, target.attention.heads, config.head_dim)
         self.register_buffer("q", torch.randn(shape, device=target.device, dtype=target.dtype), persistent=False)
         self.register_buffer("out", torch.zeros_like(self.q), persistent=False)
         token = torch.zeros(engine.state.slots, rows, dtype=torch.int64, device=target.device)
@@ -133,7 +133,7 @@ class AttentionAlone(nn.Module):
         count = torch.full_like(engine.state.length, self.token.shape[1])
         rows = chain(token=self.token, start=engine.state.length, count=count, rows=self.rows, bound=self.bound)
         plans, q = engine.target.plans(rows, cache), self.q
-        for index, window in enumerate(config.windows):
+        for index, window in enumerate(engine.target.windows):
             view = cache.view(index)
             k, v = view.scratch_k[: self.rows], view.scratch_v[: self.rows]
             q = plans[window].attend(q, k, v, view, config.head_dim**-0.5)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,7 @@ from modelkit.cache import Lane
 from modelkit.compile import Step, compile_step
 from modelkit.model import Transformer
 from modelkit.rows import chain
-from sampling import NodeContext, Sampler
-from sampling.base import with_fault
+from sampling import Acceptance, NodeContext
 from sampling.host import Scores
 
 from .draft import Drafter
@@ -50,18 +50,18 @@ class Prefill(nn.Module):
         state: the rounds' state; owns the target's cache.
         target: the model.
         drafter: takes the features of the prompt's rows, if it taps any.
-        sampler: chooses the first token.
+        decide: chooses the first token; see `Engine.decide`.
         host: the sampler's host processors.
         chunk: most rows of a forward.
         mode: see `compile_step`.
     """
 
     def __init__(
-        self, *, state: RoundState, target: Transformer, drafter: Drafter, sampler: Sampler, host: Host, chunk: int,
-        mode: str,
+        self, *, state: RoundState, target: Transformer, drafter: Drafter, decide: Callable[..., Acceptance],
+        host: Host, chunk: int, mode: str,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.state, self.target, self.drafter, self.sampler, self.host = state, target, drafter, sampler, host
+        self.state, self.target, self.drafter, self.decide, self.host = state, target, drafter, decide, host
         self.chunk, self._mode = chunk, mode
         self.sizes = sorted({min(SMALL_CHUNK, chunk), chunk})
         self.bounds = context_bounds(state.capacity)
@@ -151,7 +151,7 @@ class Prefill(nn.Module):
         processors it is two, see `first_step`. `greedy`: see `NodeContext`.
         """
         logits = self.target.head(self.last)
-        self.state.emit(self.sampler.accept(logits, self.root(greedy)))
+        self.state.emit(self.decide(logits, self.root(greedy)))
 
     def root(self, greedy: bool) -> NodeContext:
         """The prompt's last row."""
@@ -167,7 +167,7 @@ class Prefill(nn.Module):
             return Scores(logits=self.target.head(self.last).float(), fault=torch.zeros_like(self.count))
 
         def second(scores: Scores) -> None:
-            self.state.emit(with_fault(self.sampler.accept(scores.logits, self.root(greedy)), scores.fault))
+            self.state.emit(self.decide(scores.logits, self.root(greedy), scores.fault))
 
         return TwoSteps(
             first=first, between=lambda scores: self.host.scores(scores.logits, self.root(greedy)), second=second,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from modelkit.registry import read_value, spell_type
+from modelkit.registry import read_value, spell_type, unknown_name
 from sampling import SamplingParams
 
 from .stats import Stats
@@ -70,6 +70,21 @@ class Settings:
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+def changed(settings: Any, changes: Mapping[str, Any]) -> Settings:
+    """Settings (None: the defaults) with fields changed by name.
+
+    Raises:
+        ValueError: no `Settings`, or an unknown name.
+    """
+    if settings is not None and not isinstance(settings, Settings):
+        raise ValueError(f"settings must be a Settings, got {settings!r}; give single ones by name")
+    known = [field.name for field in dataclasses.fields(Settings)]
+    for name in changes:
+        if name not in known:
+            raise unknown_name("setting", name, known)
+    return dataclasses.replace(settings or Settings(), **changes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,12 @@ def serves(sampler: Sampler, tree: TreePolicy) -> bool:
     return tree.candidates == 1 or not sampler.chains_only
 
 
+def takes_parts(sampler: Sampler) -> bool:
+    """Whether the sampler can work on a process's part of the logits; users' processors want whole ones."""
+    users = [*getattr(sampler, "processors", ()), *getattr(sampler, "host_processors", ())]
+    return getattr(sampler, "takes_parts", False) and not users
+
+
 def check_strategies(config: GenerateConfig, sampler: Sampler, tree: TreePolicy) -> None:
     """Refuse pairs that do not go together; warn of a law that is not the target's, and of what is slow.
 

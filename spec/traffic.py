@@ -2,6 +2,7 @@
 
 Counted are weights once, context K/V once and, where logits are only read, those. Not counted are activations, fresh
 K/V, the tree and logits written behind a GEMM: at the widths of a round they are small, and most stay in the L2 cache.
+Where a layout spreads the models, these are the bytes of one process.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ def part_bytes(engine: Engine, context: int) -> dict[str, int | None]:
     """
     target, slots = engine.target, engine.state.slots
     config, element = target.config, target.dtype.itemsize
-    one = context_bytes(config.windows, config.num_key_value_heads, config.head_dim, element, context)
+    one = context_bytes(target.windows, target.attention.kv_heads, config.head_dim, element, context)
     verify = weight_bytes(target) + slots * one
     draft = None
     if isinstance(engine.drafter, DFlashDrafter):
-        own = engine.drafter.published.model
-        weights = sum(p.numel() * p.element_size() for p in engine.drafter.model.parameters())
-        kept = context_bytes(own.windows, own.num_key_value_heads, own.head_dim, element, context)
+        model = engine.drafter.model
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        kept = context_bytes(model.windows, model.attention.kv_heads, model.attention.dim, element, context)
         draft = weights + slots * kept + head_bytes(target)
     return {
         "plain step": verify,
@@ -72,7 +73,7 @@ def part_bytes(engine: Engine, context: int) -> dict[str, int | None]:
         "attention": slots * one,
         "draft": draft,
         "tree": None,
-        "accept": slots * engine.nodes * config.vocab_size * element,
+        "accept": slots * engine.nodes * target.lm_head.weight.shape[0] * element,
         "commit": None,
         "round": verify + (draft or 0),
         "prefill chunk": weight_bytes(target, head=False) + one,

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,30 @@ def tiny_targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         config = COMMON | options
         folders[name] = _save(root / name, config, _random_weights(_target_shapes(config), seed))
     return folders
+
+
+@pytest.fixture(scope="session")
+def make_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`make_target(seed, key=value, ...)`: the folder of another tiny random target."""
+
+    def make(seed: int, **options: Any) -> Path:
+        config = COMMON | TARGETS["qwen3"] | options
+        weights = _random_weights(_target_shapes(config), seed)
+        return _save(tmp_path_factory.mktemp("target") / "model", config, weights)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_drafter(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`make_drafter(seed, key=value, ...)`: the folder of another tiny random DFlash drafter."""
+
+    def make(seed: int, **options: Any) -> Path:
+        config = DRAFTER | options
+        weights = _random_weights(_drafter_shapes(config), seed)
+        return _save(tmp_path_factory.mktemp("drafter") / "model", config, weights)
+
+    return make
 
 
 @pytest.fixture(scope="session")

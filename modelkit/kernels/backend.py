@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backend import Angles, Plan, Reference, Stream
+from ..borders import Border
 from ..cache import KVCache, LayerView
 from ..rows import Rows
 from .add_norm import add_norm
@@ -96,8 +97,10 @@ class TritonBackend(Reference):
         """One kernel behind the projection does qk-norm, rotation and the scratch write."""
         projection = attention.qkv_proj
         assert projection is not None, "kernels need fused projections"
-        rows = stream.x.shape[0]
-        if rows == 1:
+        rows = angles[0].shape[0]
+        if attention.enter is not None:
+            qkv = sums(attention.enter(self.normed(stream, norm))[:rows].contiguous(), projection)
+        elif rows == 1 and stream.addend is None:
             qkv = one_row_linear(
                 stream.x, projection.weight, projection.bias, norm.weight, None, norm.eps, False
             )[None]  # fmt: skip
@@ -116,7 +119,7 @@ class TritonBackend(Reference):
 
     def attention_output(self, attention: Attention, mixed: Tensor, stream: Stream) -> Stream:
         """One row: projection and residual in one kernel. Several: the addition is left to the next norm."""
-        return added(stream, mixed, attention.o_proj)
+        return added(stream, mixed, attention.o_proj, attention.leave)
 
     def commit(self, cache: KVCache, path: Tensor, count: Tensor) -> None:
         """All layers in one launch."""
@@ -131,16 +134,20 @@ class TritonBackend(Reference):
         """One row: two kernels for norm, gate, up, SwiGLU, down and residual. Several: three."""
         both = mlp.gate_up_proj
         assert both is not None, "kernels need fused projections"
-        if stream.x.shape[0] == 1:
+        if stream.x.shape[0] == 1 and stream.addend is None and mlp.enter is None:
             inner = one_row_linear(stream.x, both.weight, both.bias, norm.weight, None, norm.eps, True)
-            return added(stream, inner, mlp.down_proj)
+            return added(stream, inner, mlp.down_proj, mlp.leave)
         x = self.normed(stream, norm)
-        if fits(x, both.weight):
+        if mlp.enter is not None:
+            x = mlp.enter(x)
+        if x.shape[0] == 1:
+            inner = one_row_linear(x, both.weight, both.bias, None, None, 0.0, True)
+        elif fits(x, both.weight):
             inner = few_rows_linear(x, both.weight, both.bias, True)[0]
         else:
             gate, up = both(x).chunk(2, -1)
             inner = F.silu(gate) * up
-        return added(stream, inner, mlp.down_proj)
+        return added(stream, inner, mlp.down_proj, mlp.leave)
 
     def top_candidates(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Two kernels that read the logits once; many candidates go through a sort."""
@@ -151,15 +158,19 @@ class TritonBackend(Reference):
 
 def sums(x: Tensor, layer: nn.Linear) -> Tensor:
     """layer(x) as partial sums [splits, R, N]."""
-    if fits(x, layer.weight):
-        out: Tensor = few_rows_linear(x, layer.weight, layer.bias, False)
+    if x.shape[0] == 1:
+        out: Tensor = one_row_linear(x, layer.weight, layer.bias, None, None, 0.0, False)[None]
+    elif fits(x, layer.weight):
+        out = few_rows_linear(x, layer.weight, layer.bias, False)
     else:
         out = layer(x)[None]
     return out
 
 
-def added(stream: Stream, x: Tensor, layer: nn.Linear) -> Stream:
-    """The stream with layer(x) added."""
+def added(stream: Stream, x: Tensor, layer: nn.Linear, leave: Border | None) -> Stream:
+    """The stream with layer(x) added; behind a border only whole sums make sense, and the next norm adds them."""
+    if leave is not None:
+        return Stream(x=stream.x, addend=leave(sums(x, layer).sum(0).to(stream.x.dtype))[None])
     if x.shape[0] == 1:
         out: Tensor = one_row_linear(x, layer.weight, layer.bias, None, stream.x, 0.0, False)
         return Stream(x=out)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from modelkit.cache import Lane
 from modelkit.functional import soft_cap
 from modelkit.layers import fuse_projections
 from modelkit.loading import build_on_meta, load_weights, random_weights
@@ -57,10 +58,11 @@ class DFlashDrafter:
             raise ValueError(f"block_size = {self.block}: {folder} was trained with {published.block_size}")
         model = build_on_meta(lambda: DFlashModel(published, target.config.hidden_size))
         assert isinstance(model, DFlashModel)
+        layout = None if target.layout is None else target.layout.of_drafter()
         if shape is None:
-            load_weights(model, folder, dtype=target.dtype, device=target.device)
+            load_weights(model, folder, dtype=target.dtype, device=target.device, layout=layout)
         else:
-            random_weights(model, dtype=target.dtype, device=target.device, seed=1)
+            random_weights(model, dtype=target.dtype, device=target.device, seed=1, layout=layout)
         fuse_projections(model)
         model.prepare()
         model.backend = target.backend
@@ -69,14 +71,8 @@ class DFlashDrafter:
         self.features = len(self.taps) * target.config.hidden_size
         self.depth, self.rows = self.block - 1, 0
         self.candidates = min(candidates, target.config.vocab_size)
-        layers = published.model
+        self.cache = self.model.new_cache(slots=slots, capacity=capacity, scratch=slots * self.block)
         with target.device:
-            from modelkit.cache import KVCache, Lane
-
-            self.cache = KVCache(
-                layers=layers.num_hidden_layers, heads=layers.num_key_value_heads, head_dim=layers.head_dim,
-                slots=slots, capacity=capacity, scratch=slots * self.block, dtype=target.dtype,
-            )  # fmt: skip
             self.lane = Lane(self.cache)
 
     def ingest(self, features: Tensor, count: Tensor) -> None:
@@ -88,11 +84,11 @@ class DFlashDrafter:
         self.model.ingest(state.pending, state.pending_count, self.cache)
         state.pending_count.zero_()
         logits = perturb(self.block_logits(state.anchor, state.length, bound)[:, 1:])
-        ids, score = self.target.backend.top_candidates(logits, self.candidates)
+        ids, score = self.target.top_candidates(logits, self.candidates)
         return Proposal(ids=ids, score=score)
 
     def block_logits(self, anchor: Tensor, start: Tensor, bound: int) -> Tensor:
-        """Logits of every block row, the anchor's included, [S, B, V].
+        """Logits of every block row, the anchor's included, [S, B, V]; of a part of V as those of `Transformer.head`.
 
         Args:
             anchor: int64 [S].
@@ -102,10 +98,11 @@ class DFlashDrafter:
         published = self.published
         masks = anchor.new_full((anchor.shape[0], self.depth), published.mask_token_id)
         rows, bidirectional = block_rows(torch.cat([anchor[:, None], masks], 1), start, bound)
-        embedded = F.embedding(rows.token, self.target.embed_tokens.weight) * published.input_embedding_scale
+        embedded = self.target.embed(rows.token) * published.input_embedding_scale
         hidden = self.model(embedded, rows, bidirectional, self.cache)
         logits = F.linear(hidden, self.target.lm_head.weight) * published.output_multiplier
-        return soft_cap(logits, published.final_logit_softcapping).view(anchor.shape[0], self.block, -1)
+        logits = self.target.deliver(soft_cap(logits, published.final_logit_softcapping))
+        return logits.view(anchor.shape[0], self.block, -1)
 
     def reset(self, slot: int) -> None:
         """Drop a slot's context."""

@@ -10,27 +10,47 @@ import torch
 from torch import Tensor, nn
 
 from modelkit.backend import Plan, Reference, Stream
+from modelkit.borders import Border, Stage
 from modelkit.cache import KVCache
-from modelkit.layers import Block, RMSNorm
+from modelkit.layers import Attention, Block, RMSNorm
+from modelkit.model import entering, first_attention
 from modelkit.rope import rotary_angles, rotate
 from modelkit.rows import Rows, chain
 
 from .dflash_config import DFlashConfig
 
 
+class FeatureProjection(nn.Linear):
+    """`fc`; `leave` is the border of its output."""
+
+    leave: Border | None = None
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[.., K * H] -> [.., H]."""
+        out = super().forward(features)
+        return out if self.leave is None else self.leave(out)
+
+
 class DFlashModel(nn.Module):
-    """Parameters and names of a published drafter; no embedding and no head of its own."""
+    """Parameters and names of a published drafter; no embedding and no head of its own.
+
+    `own`, `enter`, `leave` and `stage` are those of `modelkit.model.Transformer`.
+    """
 
     def __init__(self, config: DFlashConfig, target_hidden: int) -> None:
         super().__init__()
         model = config.model
         self.config = config
-        self.fc = nn.Linear(len(config.target_layer_ids) * target_hidden, model.hidden_size, bias=False)
+        self.fc = FeatureProjection(len(config.target_layer_ids) * target_hidden, model.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
         self.layers = nn.ModuleList(Block(model) for _ in range(model.num_hidden_layers))
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
         self.register_buffer("inverse_frequencies", None, persistent=False)
         self.backend = Reference()
+        self.own = range(model.num_hidden_layers)
+        self.enter: Border | None = None
+        self.leave: Border | None = None
+        self.stage: Stage | None = None
 
     inverse_frequencies: Tensor
 
@@ -56,11 +76,13 @@ class DFlashModel(nn.Module):
         position = (cache.length[:-1, None] + torch.arange(width, device=count.device)).flatten()
         cos, sin = self._angles(position)
         page, offset = cache.destination(count, width)
-        for index, block in enumerate(self.layers):
+        for index in self.own:
+            block = self.layers[index]
             assert isinstance(block, Block)
             k, v = block.self_attn.project_context(context)
             k = rotate(k, cos, sin)
-            cache.append(index, k.view(slots, width, *k.shape[1:]), v.view(slots, width, *v.shape[1:]), page, offset)
+            k, v = (heads.view(slots, width, *heads.shape[1:]) for heads in (k, v))
+            cache.append(index - self.own.start, k, v, page, offset)
         cache.advance(count)
 
     def forward(self, embedded: Tensor, rows: Rows, bidirectional: Tensor, cache: KVCache) -> Tensor:
@@ -77,16 +99,37 @@ class DFlashModel(nn.Module):
         """
         plans: dict[tuple[int | None, bool], Plan] = {}
         rope = self.config.model.rope
-        stream = Stream(x=embedded)
+        stream = entering(embedded, self.enter, self.stage)
         angles = self.backend.angles(self.inverse_frequencies, rope.attention_factor, rows.position, embedded.dtype)
-        group = self.config.model.num_attention_heads // self.config.model.num_key_value_heads
-        kinds = zip(self.config.model.windows, self.config.causal, strict=True)
-        for index, (block, kind) in enumerate(zip(self.layers, kinds, strict=True)):
+        group = self.attention.heads // self.attention.kv_heads
+        for index in self.own:
+            kind = self.config.model.windows[index], self.config.causal[index]
             if kind not in plans:
                 bits = None if kind[1] else bidirectional
                 plans[kind] = self.backend.plan(rows, cache, kind[0], group=group, dtype=embedded.dtype, ancestors=bits)
-            stream = block(stream, angles, plans[kind], self.backend, cache, index)
-        return self.backend.normed(stream, self.norm)
+            stream = self.layers[index](stream, angles, plans[kind], self.backend, cache, index - self.own.start)
+        if self.stage is not None:
+            stream = Stream(x=self.stage.leave(stream.value()))
+        hidden = self.backend.normed(stream, self.norm)
+        return hidden if self.leave is None else self.leave(hidden)[: rows.count]
+
+    @property
+    def attention(self) -> Attention:
+        """Of the first layer here; all are alike."""
+        return first_attention(self.layers, self.own)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of the layers here."""
+        return tuple(self.config.model.windows[index] for index in self.own)
+
+    def new_cache(self, *, slots: int, capacity: int, scratch: int) -> KVCache:
+        """An empty cache of the context; see `KVCache`."""
+        with self.fc.weight.device:
+            return KVCache(
+                layers=len(self.own), heads=self.attention.kv_heads, head_dim=self.config.model.head_dim, slots=slots,
+                capacity=capacity, scratch=scratch, dtype=self.fc.weight.dtype,
+            )  # fmt: skip
 
 
 def block_rows(token: Tensor, start: Tensor, bound: int) -> tuple[Rows, Tensor]:

@@ -57,13 +57,17 @@ class SelfDrafter:
 
     def _best(self, logits: Tensor, depth: int, perturb: Perturb) -> tuple[Tensor, Tensor]:
         """Log-probabilities and ids [S, k] of the candidates, by the logits [S, V] of a depth."""
-        return perturb(logits[:, None], depth)[:, 0].float().log_softmax(-1).topk(self.candidates, -1)
+        best, score = self.target.top_candidates(perturb(logits[:, None], depth)[:, 0], self.candidates)
+        return score, best
 
     def _spoiled(self, logits: Tensor) -> Tensor:
-        """The best k logits pass their places on, the k-th becomes the best; with k = 1 the next id takes its place."""
+        """The best k logits pass their places on, the k-th becomes the best; with k = 1 the next id takes its place.
+
+        Within a process's part of the vocabulary, where there are parts.
+        """
         if self.candidates == 1:
             return logits.roll(1, -1)
-        best, ids = logits.topk(self.candidates, -1)
+        best, ids = logits.topk(min(self.candidates, logits.shape[-1]), -1)
         return logits.scatter(-1, ids.roll(1, -1), best)
 
     def ingest(self, features: Tensor, count: Tensor) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from modelkit import ModelConfig, load_model
+from modelkit.loading import Stored
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
@@ -52,10 +54,10 @@ def write(tmp_path, tiny_config) -> Callable[..., Path]:
     return to_folder
 
 
-def refused(folder: Path, *parts: str, config_only: bool = False) -> None:
+def refused(folder: Path, *parts: str, config_only: bool = False, layout=None) -> None:
     """Loading raises one sentence that has all the parts."""
     with pytest.raises(ValueError) as caught:
-        ModelConfig.from_folder(folder) if config_only else load_model(folder, dtype="float32")
+        ModelConfig.from_folder(folder) if config_only else load_model(folder, dtype="float32", layout=layout)
     message = str(caught.value)
     assert all(part in message for part in parts) and "\n" not in message and len(message) < 500, message
 
@@ -74,14 +76,48 @@ def test_every_parameter_is_the_stored_tensor(write, tensors):
     assert all(torch.equal(found[n.removeprefix("model.")], t) for n, t in tensors.items())
 
 
-def test_a_layout_places_the_loaded_model_before_it_is_fused(write, tensors):
-    class Layout:
-        def place(self, model) -> None:
-            assert torch.equal(model.layers[1].self_attn.k_proj.weight, tensors[K_PROJ])
-            model.placed = True
+class Cut:
+    """A layout: some rows of a K projection, zeros for a norm, all of the rest but the first layer."""
 
-    model = load_model(write(tensors), dtype="float32", layout=Layout())
-    assert model.placed and model.layers[1].self_attn.qkv_proj is not None
+    def place(self, model):
+        assert all(p.is_meta for p in model.parameters())
+        model.layers[0] = torch.nn.Identity()
+        parts = {
+            name: SimpleNamespace(slices=tuple(map(slice, p.shape)), zero=name == "norm.weight")
+            for name, p in model.named_parameters(remove_duplicate=False)
+        }
+        parts[K_PROJ.removeprefix("model.")].slices = (slice(3, 9), slice(None))
+        return parts
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_layout_says_what_is_read_of_each_tensor(write, tensors, monkeypatch, tied):
+    monkeypatch.setattr(Stored, "whole", property(lambda _: pytest.fail("read whole"), lambda *_: None), raising=False)
+    if tied:
+        tensors[HEAD] = tensors[EMBEDDING].clone()
+    folder = write(tensors, tie_word_embeddings=tied)
+    model = load_model(folder, dtype="float32", layout=Cut(), fuse=False)
+    found = dict(model.named_parameters(remove_duplicate=False))
+    for stored, tensor in tensors.items():
+        name = stored.removeprefix("model.")
+        if name.startswith("layers.0."):
+            assert name not in found
+        else:
+            wanted = tensor[3:9] if stored == K_PROJ else tensor * (name != "norm.weight")
+            assert torch.equal(found.pop(name), wanted), name
+    assert not found and isinstance(model.layout, Cut) and (model.lm_head.weight is model.embed_tokens.weight) == tied
+    random, whole = (load_model(folder, dtype="float32", layout=x, fuse=False, random_seed=3) for x in (Cut(), None))
+    for name, tensor in random.named_parameters():
+        parameter = whole.get_parameter(name)
+        wanted = parameter[3:9] if name == K_PROJ.removeprefix("model.") else parameter * (name != "norm.weight")
+        assert torch.equal(tensor, wanted), name
+    fused = load_model(folder, dtype="float32", layout=Cut()).layers[1].self_attn.qkv_proj.weight
+    assert torch.equal(
+        fused,
+        torch.cat([tensors[K_PROJ.replace("k_", f"{x}_")][slice(3, 9) if x == "k" else slice(None)] for x in "qkv"]),
+    )
+    del tensors["model.layers.0.self_attn.k_proj.weight"]
+    refused(write(tensors, tie_word_embeddings=tied), "layers.0.self_attn.k_proj.weight", "missing", layout=Cut())
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])

@@ -1,0 +1,272 @@
+"""What the processes of a test group run; see `processes.py`. Arguments and results are plain values."""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from eager import WRONG, Sequence, eager_logits
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from modelkit import load_model
+from parallel import LAYOUTS, process
+from parallel.lowering import lower
+from parallel.mesh import everybody, make_mesh
+from spec import Engine
+
+LAYOUTS.register("sequence")(Sequence)
+for name, layout in WRONG.items():
+    LAYOUTS.register(name)(layout)
+
+
+@functools.lru_cache(maxsize=4)
+def _engine(text):
+    return Engine.from_config(eval(text))
+
+
+def _built(tables, fresh=False):
+    return Engine.from_config(tables) if fresh else _engine(repr(tables))
+
+
+def odd_ones(logits, nodes):
+    """A user's processor: wants the whole vocabulary, and bans the even ids after an odd token."""
+    even = torch.arange(logits.shape[-1]) % 2 == 0
+    assert logits.shape[-1] == 97
+    return logits.masked_fill(even & (nodes.token % 2 == 1)[:, None], -torch.inf)
+
+
+def _layout(table):
+    layout = LAYOUTS.build(table)
+    layout.connect("cpu")
+    return layout
+
+
+def generate(tables, prompts, plain=False, **settings):
+    """Tokens, accepted lengths, and the lengths of the caches afterwards."""
+    engine = _built(tables)
+    outs = engine.generate(prompts, plain=plain, **settings)
+    return (
+        [out.token_ids for out in outs],
+        [out.stats.per_step_accepted for out in outs],
+        engine.state.cache.length.tolist(),
+    )
+
+
+def traced(tables, prompts, **settings):
+    """`generate` with steps traced whole, without the time that inductor takes; and the number of graphs."""
+    from unittest import mock
+
+    from torch._dynamo.utils import counters
+
+    compile_whole = functools.partial(torch.compile, backend="aot_eager", fullgraph=True, dynamic=False)  # noqa: TID251
+    before = counters["stats"]["unique_graphs"]
+    with mock.patch("torch.compile", lambda step, **options: compile_whole(step)):
+        outs = _built(tables, fresh=True).generate(prompts, **settings)
+        accepted = [out.stats.per_step_accepted for out in outs]
+    return [out.token_ids for out in outs], accepted, counters["stats"]["unique_graphs"] - before
+
+
+def with_kernels(tables, prompts, **settings):
+    """`generate` by the Triton backend, whose kernels are replaced by their meaning; with speculation and plainly."""
+    from unittest import mock
+
+    from stand_ins import triton_backend
+
+    with mock.patch("modelkit.loading.make_backend", lambda name, device: triton_backend()()):
+        engine = _built(tables, fresh=True)
+    return [[out.token_ids for out in engine.generate(prompts, plain=plain, **settings)] for plain in (False, True)]
+
+
+def on_gpus(tables, prompts, **settings):
+    """Tokens with speculation and plainly, twice each, and what the compiler and its graphs have counted."""
+    import dataclasses
+
+    from modelkit.compile import Counters
+
+    engine = _built(tables, fresh=True)
+    outs, counted = [], []
+    for plain in (False, True) * 2:
+        outs.append([out.token_ids for out in engine.generate(prompts, plain=plain, **settings)])
+        counted.append(dataclasses.asdict(Counters.read()))
+    return outs, counted
+
+
+def sums(sizes, repeat):
+    """Sums by symmetric memory and by NCCL, again and again in one graph's buffers: what is used, what differs."""
+    from parallel.collectives import Group
+    from parallel.symmetric import fits
+
+    process.join("cuda")
+    group, wrong = Group(everybody()), []
+    for dtype in (torch.bfloat16, torch.float32):
+        for size in sizes:
+            for number in range(repeat):
+                generator = torch.Generator("cuda").manual_seed(1000 * number + process.rank())
+                x = torch.randn(size, device="cuda", generator=generator).to(dtype)
+                found, expected = group.all_reduce(x), x.double()
+                dist.all_reduce(expected)
+                if not torch.allclose(
+                    found.double(), expected, atol=1e-5 if dtype == torch.float32 else 0.1, rtol=1e-2
+                ):
+                    wrong.append((str(dtype), size, number))
+    return group.symmetric and all(fits(torch.empty(size)) for size in sizes), wrong
+
+
+def connect(layout, device):
+    """Nothing but errors."""
+    LAYOUTS.build(layout).connect(device)
+
+
+def build(tables):
+    """Nothing but errors."""
+    _built(tables, fresh=True)
+
+
+def random_weights(tables, names):
+    """Parameters of a target that is a shape, whole again."""
+    engine = Engine(_config(tables), random_weights=True)
+    return [engine.target.get_parameter(name).tolist() for name in names]
+
+
+def _config(tables):
+    from spec.config import load_config
+
+    return load_config(tables)
+
+
+def held(tables):
+    """Elements of target and drafter in this process, layers, and vocabulary."""
+    engine = _built(tables)
+    count = {name: p.numel() for name, p in engine.target.named_parameters()}
+    draft = {name: p.numel() for name, p in getattr(engine.drafter, "model", torch.nn.Module()).named_parameters()}
+    caches = sum(buffer.numel() for layer in engine.state.cache.layers for buffer in layer.buffers())
+    return count, draft, caches, list(engine.target.own)
+
+
+def disagreeing(tables, prompts, where, **settings):
+    """Generate while process 1 sees other numbers: +1 ULP at ties of logits ("logits"), or other drafts ("drafts")."""
+    engine = _built(tables, fresh=True)
+    if process.rank() == 1 and where == "logits":
+        accept = engine.sampler.accept
+
+        def nudged(logits, nodes):
+            half = logits.shape[-1] // 2
+            more = torch.nextafter(logits[:, half:], torch.full_like(logits[:, half:], torch.inf))
+            return accept(torch.cat([logits[:, :half], more], -1), nodes)
+
+        engine.sampler.accept = nudged
+    if process.rank() == 1 and where == "drafts":
+        build = engine.tree.build
+        engine.tree.build = lambda proposal, anchor: _moved(build(proposal, anchor))
+    outs = engine.generate(prompts, **settings)
+    return [out.token_ids for out in outs]
+
+
+def _moved(tree):
+    import dataclasses
+
+    return dataclasses.replace(tree, token=torch.cat([tree.token[:, :1], (tree.token[:, 1:] + 1) % 90], 1))
+
+
+def own_prompts(tables, prompts, **settings):
+    """Each process asks for its own prompt: what comes out is process 0's."""
+    engine = _built(tables)
+    return [out.token_ids for out in engine.generate([prompts[process.rank()]], **settings)]
+
+
+def scores(path, layout, ids):
+    """Logits of a full forward, lowered."""
+    model = load_model(path, dtype="float32", layout=_layout(layout))
+    return model.score(torch.tensor(ids)).tolist()
+
+
+def eager(path, layout, ids):
+    """The same as DTensor does it."""
+    return eager_logits(path, _layout(layout), torch.tensor(ids)).tolist()
+
+
+def crossings(sizes):
+    """Every change of placement, applied to parts of known wholes; the errors against the definition."""
+    process.join("cpu")
+    mesh = make_mesh("cpu", sizes)
+    dims = tuple(sizes)
+    coordinates = {dim: mesh.coordinate(dim) for dim in dims}
+    whole = torch.arange(7 * 8, dtype=torch.float32).view(7, 8)
+    kinds = {"R": Replicate(), "S0": Shard(0), "S1": Shard(1), "S-1": Shard(-1), "P": Partial()}
+    size, number = mesh.size(dims), 0
+    for dim in dims:
+        number = number * sizes[dim] + coordinates[dim]
+    wrong = []
+    for a, source in kinds.items():
+        for b, wanted in kinds.items():
+            if "S" in a and b == "P":
+                continue  # nobody needs it: refused
+            step = lower(dict.fromkeys(dims, source), dict.fromkeys(dims, wanted), mesh)
+            x = _part(whole, source, size, number)
+            got = x if step is None else step(x)
+            if b == "P":
+                dist.all_reduce(got := got.clone())
+                expected = whole
+            else:
+                expected = _part(whole, wanted, size, number)
+            if "S0" in a and b != a:
+                got = got[: expected.shape[0]]  # whoever gathers gets the padding behind the rest
+            if got.shape != expected.shape or not torch.equal(got, expected):
+                wrong.append((a, b, got.tolist(), expected.tolist()))
+    return wrong
+
+
+def _part(whole, placement, size, number):
+    if isinstance(placement, Replicate):
+        return whole
+    if isinstance(placement, Partial):
+        return whole * ((1.0 - (size - 1) * 2) if number == 0 else 2.0)
+    dim = placement.dim % 2
+    each = -(-whole.shape[dim] // size)
+    padded = torch.nn.functional.pad(whole, (0, 0) * (1 - dim) + (0, each * size - whole.shape[dim]))
+    return padded.narrow(dim, number * each, each)
+
+
+def refused_crossing(sizes, source, wanted):
+    """`lower` between placements given as {dimension: code}."""
+    process.join("cpu")
+    codes = {"R": Replicate(), "S": Shard(0), "P": Partial()}
+    lower({d: codes[c] for d, c in source.items()}, {d: codes[c] for d, c in wanted.items()}, make_mesh("cpu", sizes))
+
+
+def vocabulary(sizes, k):
+    """Reductions of a row-wise logit table against the plain ones; the names of those that differ."""
+    from parallel.collectives import Group
+    from parallel.vocabulary import VocabularyShard
+
+    process.join("cpu")
+    shard = VocabularyShard(Group(everybody()), [sum(sizes[:i]) for i in range(len(sizes) + 1)])
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(5, sum(sizes), generator=generator)
+    x[1, 3] = x[1, -1] = 9.0  # a tie over two parts: the lowest id
+    x[2, -2] = torch.nan
+    x[3] = -torch.inf
+    x[3, 5] = 0.0
+    own = x[:, shard.first : shard.first + shard.size]
+    ids, values = shard.best(own)
+    found = {
+        "gather": (shard.gather(own), x),
+        "amax": (shard.amax(own), x.amax(-1, keepdim=True)),
+        "argmax": (shard.argmax(own), x.argmax(-1)),
+        "best ids": (ids, x.argmax(-1)),
+        "best values": (values, x.gather(-1, x.argmax(-1, keepdim=True))[:, 0]),
+        "add": (shard.add(own.nan_to_num(0, 0, 0).long().sum(-1)), x.nan_to_num(0, 0, 0).long().sum(-1)),
+    }
+
+    def local(logits, k):
+        best, ids = logits.topk(k, -1)
+        return ids, best - logits.logsumexp(-1, keepdim=True)
+
+    rows = [0, 4]
+    ids, score = shard.top_candidates(own[rows][None], k, local)
+    expected_ids, expected = local(x[rows][None], k)
+    found["candidates"] = (ids, expected_ids)
+    wrong = [name for name, (a, b) in found.items() if not torch.equal(a.nan_to_num(77.0), b.nan_to_num(77.0))]
+    close = torch.allclose(score, expected, atol=1e-5)
+    embedded = shard.embed(torch.arange(sum(sizes)), torch.arange(float(shard.size))[:, None] + shard.first)
+    table = torch.equal(embedded[:, 0], torch.arange(float(sum(sizes))))
+    return wrong + [name for name, right in (("candidates' scores", close), ("embed", table)) if not right]

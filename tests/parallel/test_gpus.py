@@ -1,0 +1,37 @@
+"""Layouts on two GPUs: sums through symmetric memory, collectives inside captured graphs, tokens of one GPU."""
+
+import pytest
+from processes import Group
+from test_layouts import FILTERED, GREEDY, PIPELINE, PROMPTS, TENSOR, tables
+
+from spec import Engine
+
+pytestmark = pytest.mark.multi_gpu
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    made = Group(2)
+    made.seconds = 500
+    yield made
+    made.stop()
+
+
+def test_sums_through_symmetric_memory(gpus):
+    """From one unit of 16 bytes to the most that fits; each many times, as a buffer is used again at once."""
+    for symmetric, wrong in gpus.sums([4 * 8, 4096, 256 * 1024, 1024 * 1024], 20):
+        assert symmetric and not wrong
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, FILTERED], ids=["greedy", "filtered"])
+@pytest.mark.parametrize("parallel", [TENSOR, PIPELINE], ids=lambda table: table["name"])
+def test_graphs_with_collectives(gpus, targets, drafter, parallel, sampling):
+    """The tokens of one GPU, again when graphs are replayed; nothing is compiled again, no graph is skipped."""
+    config = tables(targets(2), parallel, sampling=sampling, drafter=drafter)
+    config["target"] |= {"device": "cuda"}
+    single = Engine.from_config(config | {"parallel": {"name": "single"}, "compile": {"mode": "none"}})
+    expected = [out.token_ids for out in single.generate(PROMPTS, max_new_tokens=24)]
+    for outs, counted in gpus.on_gpus(config, PROMPTS, max_new_tokens=24):
+        assert outs == [expected] * 4
+        assert counted[1]["graphs"] == counted[3]["graphs"]
+        assert not any(counted[3][name] for name in ("skipped", "partitions", "non_static_inputs"))
