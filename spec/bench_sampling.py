@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from modelkit.compile import Counters, forget
-from sampling import SAMPLERS
+from sampling import SAMPLERS, SamplingParams
 
 from .bench_plan import Plan, random_prompts, tell, uses_random_weights
 from .config import GenerateConfig, load_config
@@ -69,12 +70,16 @@ def run_sampling(arguments: argparse.Namespace, config: GenerateConfig) -> int:
     """Time, print, write the record."""
     if False not in greedy_kinds(SAMPLERS.get(config.sampling.name)(config.sampling.config)):  # type: ignore[call-arg]
         raise ValueError(f"--sampling: sampler '{config.sampling.name}' does not sample")
-    if arguments.peers or arguments.parts:
-        raise ValueError("--sampling times rounds only and takes neither --peers nor --parts")
-    plan = dataclasses.replace(Plan.read(arguments, config), rows=[1])
-    context, batch = plan.contexts[0], plan.batches[0]
-    record: dict[str, Any] = {"config": config.to_tables(), "context": context, "batch": batch, "rounds": []}
-    for built_with, sets in ((BUILT_WITH[:3], PLAIN_FILTERS), (BUILT_WITH, WITH_TABLES)):
+    if arguments.peers or arguments.parts or arguments.steps:
+        raise ValueError("--sampling times rounds only and takes neither --steps nor --parts nor --peers")
+    defaults = config.sampling.config.params()
+    if dataclasses.replace(defaults, temperature=0.0, seed=None) != SamplingParams() or config.sampling.config.filters:
+        raise ValueError("--sampling chooses filters, penalties and biases itself: leave them out of [sampling]")
+    arguments.rows = "1"  # of verifications, which are not timed here
+    plan = Plan.read(arguments, config)
+    record: dict[str, Any] = {"config": config.to_tables(), "random_weights": uses_random_weights(config), "rounds": []}
+    kinds = ((BUILT_WITH[:3], PLAIN_FILTERS), (BUILT_WITH, WITH_TABLES))
+    for batch, (built_with, sets) in itertools.product(plan.batches, kinds):
         sized = load_config(config, {"sampling.filters": list(built_with)})
         engine = plan.engine(sized, batch)
         if not record["rounds"]:
@@ -83,20 +88,25 @@ def run_sampling(arguments: argparse.Namespace, config: GenerateConfig) -> int:
             print(f"{describe(engine)}, mode {record['mode']}, kernels {record['kernels']}\n{record['machine']}")
             if uses_random_weights(config):
                 print("random weights: times are those of the shape, acceptance means nothing")
-        furnish(engine, random_prompts(engine, context))
-        rounds = list(_rounds(engine, built_with, sets, context, arguments.repeat or 15))
-        record["rounds"] += [dataclasses.asdict(found) for found in rounds]
-        rows = [["parameters", "ms", "device ms", "over greedy", "graphs compiled"]]
-        for found in rounds:
-            device = "-" if found.device_ms is None else f"{found.device_ms:.3f}"
-            rows.append([found.name, f"{found.ms:.3f}", device, f"{found.over_greedy:.3f}", f"{found.compiled}"])
-        print(f"\nbatch {batch}, context {context}, built with {', '.join(built_with)}\n{table(rows)}")
-        vacate(engine)
+        for context in plan.contexts:
+            vacate(engine)
+            furnish(engine, random_prompts(engine, context))
+            rounds = list(_rounds(engine, built_with, sets, context, arguments.repeat or 15))
+            record["rounds"] += [{"batch": batch, "context": context} | dataclasses.asdict(one) for one in rounds]
+            print(f"\nbatch {batch}, context {context}, built with {', '.join(built_with)}\n{_table(rounds)}")
         del engine
         forget()
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(record, indent=1), encoding="utf-8")
     return 0
+
+
+def _table(rounds: list[SampledRound]) -> str:
+    rows = [["parameters", "ms", "device ms", "over greedy", "graphs compiled"]]
+    for found in rounds:
+        device = "-" if found.device_ms is None else f"{found.device_ms:.3f}"
+        rows.append([found.name, f"{found.ms:.3f}", device, f"{found.over_greedy:.3f}", f"{found.compiled}"])
+    return table(rows)
 
 
 def _rounds(

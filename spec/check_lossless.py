@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drafts", default="config,ngram,self", help="drafters, by comma; 'config' is the config's own"
     )
-    parser.add_argument("--trees", default="chain,best_first,static", help="tree policies, by comma")
+    parser.add_argument("--trees", default="chain,best_first,spine_first,static", help="tree policies, by comma")
     parser.add_argument("--oracle", choices=("transformers", "plain"), default="transformers")
     parser.add_argument("--json", metavar="FILE", help="write every comparison to this file")
 

@@ -51,7 +51,9 @@ def refuse_shape(what: str, path: str) -> None:
         ValueError: the path means a shape.
     """
     if shape_file(path) is not None:
-        raise ValueError(f"{what} {path!r} is a shape without weights: only `flashtree bench` takes random ones")
+        raise ValueError(
+            f"{what} {path!r} is a shape without weights: only `flashtree bench` and `trace --shape` take random ones"
+        )
 
 
 def target_source(path: str, progress: Any = None) -> Path:

@@ -76,7 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(line, file=sys.stderr)
 
     overrides = dict(parse_override(text) for text in arguments.overrides)
-    engine = Engine(with_shape(arguments.config, overrides, arguments.shape), progress=say, random_weights=True)
+    config = with_shape(arguments.config, overrides, arguments.shape)
+    engine = Engine(config, progress=say, random_weights=arguments.shape is not None)
+    if arguments.shape is not None:
+        say("random weights: times are those of the shape, acceptance means nothing")
     prompts = as_chat(read_prompts([arguments.prompt or PROMPT], None)) if engine.tokenizer is not None else []
     vocabulary = engine.target.config.vocab_size
     # Without a tokenizer any ids will do, as long as they repeat in part.

@@ -67,7 +67,11 @@ def _say(line: str) -> None:
 
 def _check_evaluation(config: TrainingConfig, arguments: argparse.Namespace) -> None:
     from .prompts import pick_prompts
+    from .tree import TREES
 
+    for name in config.evaluate.trees:
+        for budget in config.evaluate.budgets:
+            TREES.build({"name": name, "budget": budget})
     if config.evaluate.prompts:
         pick_prompts(config.evaluate.prompts, config.evaluate.limit)
         check_writable(arguments.json)

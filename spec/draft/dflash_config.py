@@ -106,10 +106,13 @@ class DFlashConfig:
 
 
 def _off_spine(config: Mapping[str, Any], where: str) -> float | None:
-    value = (config.get("flashtree") or {}).get("off_spine")
-    if value is not None and not 0.0 < float(value) <= 1.0:
-        raise ValueError(f"{where}: flashtree.off_spine = {value}: must be in (0, 1]")
-    return None if value is None else float(value)
+    ours = config.get("flashtree")
+    value = ours.get("off_spine") if isinstance(ours, Mapping) else None
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= 1.0:
+        raise ValueError(f"{where}: flashtree.off_spine = {value!r}: must be a number in (0, 1]")
+    return float(value)
 
 
 def _extra(config: Mapping[str, Any], nested: Mapping[str, Any], key: str) -> Any:

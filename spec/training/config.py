@@ -133,7 +133,7 @@ class OptimiserConfig:
         weight_decay: of matrices.
         clip: largest norm of the gradient.
         seed: of weights, order and anchors.
-        held_out: part of the documents, the last ones, that is not trained on but measured at the end.
+        held_out: part of the prompts whose documents are not trained on but measured at the end.
         checkpoint_every: steps between checkpoints; one is written at the end too.
         log_every: steps between lines of log.jsonl.
         chunk_blocks: blocks whose logits are in memory at once.

@@ -115,9 +115,12 @@ def evaluate(
     Raises:
         ValueError: a prompt or the drafter is not usable.
     """
-    count = len(config.prompts)
-    shares = {file: (config.limit + count - 1 - place) // count for place, file in enumerate(config.prompts)}
-    prompts = [(Path(file).stem, p) for file, n in shares.items() if n for p in pick_prompts([file], n)]
+    stems = [Path(file).stem for file in config.prompts]
+    names = [stem if stems.count(stem) == 1 else file for stem, file in zip(stems, config.prompts, strict=True)]
+    each = [pick_prompts([file], config.limit) for file in config.prompts]
+    turns = range(max(map(len, each)))
+    mixed = [(n, group[i]) for i in turns for n, group in zip(names, each, strict=True) if i < len(group)]
+    prompts = mixed[: config.limit]
     own = {"name": "dflash", "path": str(drafter)}
     pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [(own, {"name": "chain"})]
     pairs += [(own, {"name": name, "budget": budget}) for name in config.trees for budget in config.budgets]

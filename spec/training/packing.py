@@ -7,6 +7,7 @@ what it would have seen. Knows token ids and nothing of models.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 
 import torch
 from torch import Tensor
@@ -33,11 +34,20 @@ class Corpus:
         """D."""
         return self.prompt.shape[0]
 
-    def split(self, first: int) -> tuple[Corpus, Corpus]:
-        """The first so many documents, and the rest."""
-        at = int(self.offset[first])
-        rest = Corpus(token=self.token[at:], offset=self.offset[first:] - at, prompt=self.prompt[first:])
-        return Corpus(token=self.token[:at], offset=self.offset[: first + 1], prompt=self.prompt[:first]), rest
+    def split(self, part: float) -> tuple[Corpus, Corpus]:
+        """Most documents, and about `part` of them; all answers to one prompt are on the same side.
+
+        The side is a function of the prompt's tokens, so it stays the same when documents are added.
+        """
+        text, begin = self.token.numpy(), self.offset.tolist()
+        prompts = [text[at : at + n].tobytes() for at, n in zip(begin, self.prompt.tolist(), strict=False)]
+        aside = torch.tensor([zlib.crc32(prompt) < part * 2**32 for prompt in prompts], dtype=torch.bool)
+        return self._only(~aside), self._only(aside)
+
+    def _only(self, wanted: Tensor) -> Corpus:
+        size = self.offset[1:] - self.offset[:-1]
+        offset = torch.nn.functional.pad(size[wanted].cumsum(0), (1, 0))
+        return Corpus(token=self.token[wanted.repeat_interleave(size)], offset=offset, prompt=self.prompt[wanted])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -163,7 +163,7 @@ class Trainer:
             "data": {"documents": corpus.documents, "tokens": len(corpus.token)},
         }
         self.folder = Path(config.output.folder).expanduser()
-        trained_on, self.held_out = corpus.split(corpus.documents - int(corpus.documents * train.held_out))
+        trained_on, self.held_out = corpus.split(train.held_out)
         self.batches = Batches(
             trained_on, length=train.sequence_length, sequences=train.sequences, seed=train.seed, rank=rank, world=world
         )
@@ -190,6 +190,7 @@ class Trainer:
     def _resume(self) -> None:
         file = self.folder / CHECKPOINT
         if not file.is_file():
+            self._cut_log()
             return
         try:
             saved = torch.load(file, map_location="cpu", weights_only=True)
@@ -199,10 +200,23 @@ class Trainer:
         self.drafter.load_state_dict(saved["model"])
         self.optimiser.load_state_dict(saved["optimiser"])
         self.step = saved["step"]
+        self._cut_log()
+
+    def _cut_log(self) -> None:
+        """Drop lines of steps that come again, and what is no line: the process may have died while it wrote one."""
         log = self.folder / LOG
-        if not self.rank and log.is_file():  # what was logged behind the checkpoint comes again
-            lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
-            log.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step), encoding="utf-8")
+        if self.rank or not log.is_file():
+            return
+        kept = []
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                if json.loads(line)["step"] <= self.step:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError, TypeError):
+                continue
+        partial = log.with_name(LOG + ".partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        os.replace(partial, log)
 
     def save(self) -> None:
         """Write the checkpoint, and the drafter as it is now in the published format; the first process does."""
@@ -301,7 +315,7 @@ class Trainer:
         (on, on_right), (off, off_right) = counts.tolist()
         found: dict[str, Any] = {"held_out_acceptance_length": float(torch.stack(lengths).mean())}
         if on_right and off_right:
-            found["off_spine"] = min(round(off_right / off / (on_right / on), 3), 1.0)
+            found["off_spine"] = min(max(round(off_right / off / (on_right / on), 3), 0.001), 1.0)
             self.published = self.published | {"flashtree": {"off_spine": found["off_spine"]}}
         if not self.rank:
             with (self.folder / LOG).open("a", encoding="utf-8") as log:

@@ -278,7 +278,8 @@ def test_sampling_mode(target, tmp_path, capsys):
     assert steps(target, "--sampling", "--json", out) == 0
     record = json.loads(out.read_text())
     names = [found["name"] for found in record["rounds"]]
-    assert names.count("greedy") == 2 and "top_p 0.9, min_p 0.05" in names and "penalties" in names
+    assert names.count("greedy") == 4 and "top_p 0.9, min_p 0.05" in names and "penalties" in names
+    assert {(found["batch"], found["context"]) for found in record["rounds"]} == {(1, 8), (1, 24)}
     for found in record["rounds"]:
         assert found["ms"] > 0 and (found["over_greedy"] == 1) >= (found["name"] == "greedy")
     assert "over greedy" in capsys.readouterr().out
@@ -287,6 +288,9 @@ def test_sampling_mode(target, tmp_path, capsys):
 def test_sampling_mode_needs_a_sampler_that_samples(target, capsys):
     assert steps(target, "--sampling", "--set", "sampling.name=greedy") == 2
     assert "sampler 'greedy' does not sample" in capsys.readouterr().err
+    for wrong in (["--set", "sampling.top_p=0.5"], ["--steps"], ["--parts", "round"]):
+        assert steps(target, "--sampling", *wrong) == 2
+        assert "--sampling" in capsys.readouterr().err
 
 
 def test_an_unknown_part_is_refused(target, capsys):

@@ -1,5 +1,6 @@
 """Packing: every document once an epoch, and a batch that only step and seed decide."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -7,6 +8,27 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from spec.training.packing import PADDING, Batches, Corpus  # noqa: E402
+
+
+def test_all_answers_to_a_prompt_are_held_out_together():
+    draw = torch.Generator().manual_seed(0)
+    prompts = torch.randint(100, (40, 3), generator=draw).tolist()
+    texts = [[*prompts[i % 40], i, i, i] for i in range(200)]
+    sizes = torch.tensor([len(text) for text in texts])
+    corpus = Corpus(
+        token=torch.tensor([token for text in texts for token in text], dtype=torch.int32),
+        offset=torch.nn.functional.pad(sizes.cumsum(0), (1, 0)), prompt=torch.full((200,), 3),
+    )  # fmt: skip
+    sides = corpus.split(0.25)
+    found = []
+    for side in sides:
+        starts = side.offset.tolist()
+        found.append([side.token[a:b].tolist() for a, b in itertools.pairwise(starts)])
+    assert sorted(found[0] + found[1]) == sorted(texts) and len(found[1]) > 0
+    assert not {tuple(text[:3]) for text in found[0]} & {tuple(text[:3]) for text in found[1]}
+    assert len(found[1]) % 5 == 0 and 20 <= len(found[1]) <= 80
+    assert corpus.split(0.0)[1].documents == 0
+
 
 LENGTH = 20
 
