@@ -17,6 +17,7 @@ from modelkit.rows import chain
 
 from .engine import Engine
 from .held import Held
+from .requests import Request
 from .types import Tree
 
 
@@ -186,6 +187,10 @@ class Saved:
             buffer.copy_(value)
 
 
+def _endless(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Request]:
+    return engine._prepare(list(prompts), None, {"max_new_tokens": engine.capacity, "ignore_eos": True})
+
+
 def occupy(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
     """Put a request that never ends by itself into every slot, by the engine's own prefill.
 
@@ -197,8 +202,7 @@ def occupy(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
         ValueError: a prompt leaves no room in the context.
     """
     assert len(prompts) == engine.state.slots, "one prompt a slot"
-    settings = {"max_new_tokens": engine.capacity, "ignore_eos": True}
-    for slot, request in enumerate(engine._prepare(list(prompts), None, settings)):
+    for slot, request in enumerate(_endless(engine, prompts)):
         engine.prefill(slot, request)
 
 
@@ -215,8 +219,7 @@ def furnish(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
     """
     assert len(prompts) == engine.state.slots and len(set(map(len, prompts))) == 1
     state, length = engine.state, len(prompts[0])
-    settings = {"max_new_tokens": engine.capacity, "ignore_eos": True}
-    for slot, request in enumerate(engine._prepare(list(prompts), None, settings)):
+    for slot, request in enumerate(_endless(engine, prompts)):
         ids = torch.tensor(request.prompt_ids, device=engine.target.device)
         state.admit(slot, ids, engine.capacity, request.stop_ids, request.sampling)
         engine.drafter.reset(slot)

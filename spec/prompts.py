@@ -7,9 +7,11 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .text import Prompt, encode
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,8 +105,12 @@ def pick_prompts(files: Sequence[str], limit: int) -> list[NamedPrompt]:
     if limit < 1:
         raise ValueError(f"--limit {limit}: must be at least 1")
     each = [as_chat(read_prompts([], file)) for file in files]
-    mixed = [group[i] for i in range(max(map(len, each))) for group in each if i < len(group)]
-    return mixed[:limit]
+    return in_turn(each)[:limit]
+
+
+def in_turn(groups: Sequence[Sequence[T]]) -> list[T]:
+    """The first of each group, then the second ones, and so on; groups that are at their end are passed over."""
+    return [group[i] for i in range(max(map(len, groups))) for group in groups if i < len(group)]
 
 
 def encode_all(prompts: Sequence[NamedPrompt], tokenizer: Any, vocab_size: int) -> list[list[int]]:

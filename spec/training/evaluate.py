@@ -20,7 +20,7 @@ from sampling import Acceptance, Draws
 
 from ..config import CompileConfig, GenerateConfig, TargetConfig
 from ..engine import Engine
-from ..prompts import NamedPrompt, encode_all, pick_prompts
+from ..prompts import NamedPrompt, encode_all, in_turn, pick_prompts
 from ..report import table
 from ..stats import Stats
 from ..types import Proposal, Verified
@@ -117,10 +117,8 @@ def evaluate(
     """
     stems = [Path(file).stem for file in config.prompts]
     names = [stem if stems.count(stem) == 1 else file for stem, file in zip(stems, config.prompts, strict=True)]
-    each = [pick_prompts([file], config.limit) for file in config.prompts]
-    turns = range(max(map(len, each)))
-    mixed = [(n, group[i]) for i in turns for n, group in zip(names, each, strict=True) if i < len(group)]
-    prompts = mixed[: config.limit]
+    files = zip(names, config.prompts, strict=True)
+    prompts = in_turn([[(name, p) for p in pick_prompts([file], config.limit)] for name, file in files])[: config.limit]
     own = {"name": "dflash", "path": str(drafter)}
     pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [(own, {"name": "chain"})]
     pairs += [(own, {"name": name, "budget": budget}) for name in config.trees for budget in config.budgets]
@@ -151,7 +149,8 @@ def _one_pair(
     done = engine.generate(encoded, max_new_tokens=config.max_new_tokens, progress=True)
     stats = Stats.total(completion.stats for completion in done)
     by_file = {
-        name: Stats.total(c.stats for (n, _), c in zip(prompts, done, strict=True) if n == name) for name, _ in prompts
+        name: Stats.total(c.stats for (n, _), c in zip(prompts, done, strict=True) if n == name)
+        for name in dict.fromkeys(name for name, _ in prompts)
     }
     straight = [completion.stats for completion in done if find_loop(completion.token_ids) is None]
     record = {
