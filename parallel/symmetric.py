@@ -39,7 +39,7 @@ def prepare(group: dist.ProcessGroup) -> bool:
     dist.all_reduce(everybody, dist.ReduceOp.MIN, group=group)
     if possible := bool(everybody.item()):
         _buffers[name] = buffer
-        keep_in_order()
+    keep_in_order()
     return possible
 
 
@@ -60,13 +60,13 @@ def fits(x: Tensor) -> bool:
 
 @functools.cache
 def keep_in_order() -> None:
-    """Have inductor take `symmetric_all_reduce` for the collective that it is.
+    """Have compiled steps make collectives in the order of the program, the sums of this file among them.
 
-    Collectives keep the order in which the program makes them. An opaque operator may be moved past them, to save
-    memory or behind a fusion, differently in the graphs of different pipeline stages; then each process would wait for
-    another one's kernel.
+    It is the same in all processes, but the graphs of pipeline stages are not. Inductor moves operators towards their
+    users; from then on it keeps the order of the collectives that it knows, and moves anything else past them, to save
+    memory or behind a fusion. Two processes that end up with different orders wait for each other's kernels for ever.
     """
-    from torch._inductor import ir
+    from torch._inductor import config, ir
     from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
 
     operator = torch.ops.flashtree.symmetric_all_reduce.default
@@ -75,6 +75,7 @@ def keep_in_order() -> None:
         node = ir._CollectiveKernel.create_out_of_place(operator, x, group)
         return ir.TensorBox.create(node)  # type: ignore[arg-type]
 
+    config.reorder_for_locality = False
     add_layout_constraint(operator, constrain_to_fx_strides)
     register_lowering(operator, type_promotion_kind=None)(lowered)
 
