@@ -12,7 +12,7 @@ pytestmark = pytest.mark.multi_gpu
 @pytest.fixture(scope="module")
 def gpus():
     made = Group(2)
-    made.seconds = 500
+    made.seconds = 200  # below the limit of .ci/gpu: who hangs must not be left behind
     yield made
     made.stop()
 

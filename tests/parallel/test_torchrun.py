@@ -106,9 +106,18 @@ def test_bench_prints_once(options, tmp_path):
     run = torchrun("-m", "spec.cli", "bench", *arguments[:2], "--set", "engine.max_model_len=200", *steps)
     out, err = run.communicate(timeout=240)
     assert run.returncode == 0, err
-    assert "layout tensor of 2 processes" in out and out.count("plain step") == 1
+    assert "layout tensor of 2 processes" in out and out.count("\nplain step") == 1
     first, second = (json.loads(path.read_text()) for path in (figures, figures.with_stem("figures-1")))
     assert first["config"] == second["config"]
+    made = {call["kind"]: call["count"] for call in first["collectives"]["plain step 1"]}
+    assert made == {
+        "all_reduce": 9,
+        "all_gather_into_tensor": 1,
+        "broadcast": 1,
+    }  # embedding, two a layer; argmax; owner
+    assert first["collectives"] == second["collectives"]
+    called = {f"{call['kind']} {call['bytes']}" for calls in first["collectives"].values() for call in calls}
+    assert called == set(first["collective_us"]) and min(first["collective_us"].values()) > 0
 
 
 @pytest.mark.slow
