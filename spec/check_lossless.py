@@ -1,7 +1,8 @@
 """`flashtree check-lossless`: every drafter x tree against an oracle, prompt by prompt, token by token.
 
-The oracle is transformers' greedy `generate` on the same weights (another implementation), or this engine's own plain
-decoding. fp32 must be identical; other precisions may differ at near-ties that the width noise explains.
+The oracle is transformers' greedy `generate` on the same weights (another implementation), this engine's own plain
+decoding, or the oracle of an earlier run, whose file is given: another layout's or device's tokens. fp32 must be
+identical; other precisions may differ at near-ties that the width noise explains.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from sampling import SAMPLERS
@@ -28,8 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafts", default="config,ngram,self", help="drafters, by comma; 'config' is the config's own"
     )
     parser.add_argument("--trees", default="chain,best_first,spine_first,static", help="tree policies, by comma")
-    parser.add_argument("--oracle", choices=("transformers", "plain"), default="transformers")
-    parser.add_argument("--json", metavar="FILE", help="write every comparison to this file")
+    parser.add_argument(
+        "--oracle", default="transformers", metavar="WHAT",
+        help="transformers, plain, or the --json file of another run of this command, as of another layout",
+    )  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="write every comparison and the oracle's tokens to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,7 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(table(rows))
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as out:
-            json.dump(records, out, indent=1)
+            record = {"prompts": texts, "max_new_tokens": arguments.max_new_tokens, "oracle": oracle}
+            json.dump(record | {"comparisons": records}, out)
     return 1 if wrong else 0
 
 
@@ -123,11 +129,28 @@ def _variants(base: Any, drafts: str, trees: str) -> list[tuple[str, Any]]:
 def _oracle(kind: str, engine: Any, texts: list[list[int]], most: int) -> list[list[int]]:
     if kind == "plain":
         return [c.token_ids for c in engine.generate_plain(texts, max_new_tokens=most)]
+    if kind != "transformers":
+        return _recorded(kind, texts, most)
     from .peers import transformers_greedy, transformers_model
 
     peer = transformers_model(engine)
     # The context limit ends our outputs; the oracle must stop there too.
     return [transformers_greedy(peer, ids, min(most, engine.capacity - len(ids))) for ids in texts]
+
+
+def _recorded(file: str, texts: list[list[int]], most: int) -> list[list[int]]:
+    """The oracle's tokens in the --json file of an earlier run, of the same prompts and settings."""
+    try:
+        record = json.loads(Path(file).read_text(encoding="utf-8"))
+        prompts, tokens = record["prompts"], record["oracle"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--oracle {file}: neither 'transformers' nor 'plain' nor a file that --json has written ({error})"
+        ) from None
+    if (prompts, record["max_new_tokens"]) != (texts, most):
+        raise ValueError(f"--oracle {file}: was written for other prompts, or another --max-new-tokens")
+    found: list[list[int]] = tokens
+    return found
 
 
 def _check(engine: Any, texts: list[list[int]], oracle: list[list[int]], most: int) -> list[dict[str, Any]]:
