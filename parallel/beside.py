@@ -6,13 +6,11 @@ pieces is enough. A process that fails is torchrun's to see, which ends the othe
 
 from __future__ import annotations
 
-import os
 import pickle
 import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-import torch
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -20,13 +18,6 @@ from .process import MEETING, rank, started
 
 T = TypeVar("T")
 LOOK_SECONDS = 0.2
-
-
-def shared_device(device: str) -> str:
-    """The device of this process: "cuda" becomes one of this machine's, in turn, as often as there are processes."""
-    if started() > 1 and torch.device(device) == torch.device("cuda"):
-        return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % max(torch.cuda.device_count(), 1)}"
-    return device
 
 
 class Beside:

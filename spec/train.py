@@ -1,12 +1,13 @@
 """`flashtree train`: data that the target writes, the drafter's training, its evaluation; each can be run by itself.
 
-All that can be refused is refused before anything takes long. Under torchrun every process runs this; data are one
-process's work, training is done together, and the runs of the evaluation are shared out.
+All that can be refused is refused before anything takes long. Under torchrun every process runs this; they share the
+writing, the training and the runs of the evaluation.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -52,11 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
     _check_evaluation(config, output, arguments)
     store = Store(Path(config.data.folder).expanduser(), target_identity(folder))
     if "data" in parts:
-        _write_data(config, store, world)
+        _write_data(config, store, rank, world)
     if "train" in parts and not _train(config, published, store, rank, world, arguments.stop_after):
         return 0
     if "evaluate" in parts:
-        _evaluate(config, output, arguments, rank)
+        _evaluate(_on_own_device(config), output, arguments, rank)
     return 0
 
 
@@ -76,16 +77,24 @@ def _check_evaluation(config: TrainingConfig, output: Path, arguments: argparse.
         raise ValueError("nothing to evaluate on: give [evaluate] prompts, a list of prompt files")
 
 
-def _write_data(config: TrainingConfig, store: Store, world: int) -> None:
-    from .training.generate import shards, write_data
+def _write_data(config: TrainingConfig, store: Store, rank: int, world: int) -> None:
+    from .training.generate import missing_shards, write_data
 
-    if world > 1 and list(shards(config.data, store.shards)):
-        raise ValueError(
-            "the training data is not complete, and one process writes it: run `flashtree train --only data` first, "
-            "without torchrun"
-        )
-    write_data(config, store, _say)
-    _say(f"data: {store.documents} documents, {store.tokens} answer tokens in {store.folder}")
+    if missing_shards(config.data, store):
+        write_data(_on_own_device(config), store, _say, rank, world)
+    if not rank:
+        _say(f"data: {store.documents} documents, {store.tokens} answer tokens in {store.folder}")
+
+
+def _on_own_device(config: TrainingConfig) -> TrainingConfig:
+    """With the device of this process; where there are more processes than devices, some share one."""
+    if config.target.device != "cuda" or "LOCAL_RANK" not in os.environ:
+        return config
+    import torch
+
+    device = f"cuda:{int(os.environ['LOCAL_RANK']) % max(torch.cuda.device_count(), 1)}"
+    torch.cuda.set_device(device)
+    return dataclasses.replace(config, target=dataclasses.replace(config.target, device=device))
 
 
 def _train(

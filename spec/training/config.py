@@ -33,9 +33,10 @@ class DataConfig:
     """Text that the target writes.
 
     Attributes:
-        folder: where shards and manifest are kept; a run that finds some there goes on behind them.
+        folder: where shards and manifest are kept; a run that finds some there writes what is missing.
         documents: how many to write, a multiple of `shard_documents`.
         prompts: a prompt file (.jsonl or text); None: the target makes up the user's turns too.
+        openings: what made-up user turns begin with, in turn; "" leaves the beginning to the target too.
         prompt_temperatures: of made-up user turns, in turn.
         temperatures: of answers, in turn.
         max_prompt_tokens: longest prompt, the chat template's tokens counted; documents with longer ones are left out.
@@ -50,6 +51,7 @@ class DataConfig:
     folder: str
     documents: int = 20_480
     prompts: str | None = None
+    openings: tuple[str, ...] = ("",)
     prompt_temperatures: tuple[float, ...] = (0.8, 1.0)
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     max_prompt_tokens: int = 160
@@ -79,6 +81,8 @@ class DataConfig:
             values = getattr(self, name)
             if not values or min(values) < 0:
                 raise ValueError(f"{name} = {list(values)}: must be a list of temperatures, 0 (greedy) or more")
+        if not self.openings:
+            raise ValueError('openings = []: must be a list of texts; [""] for none')
         if self.prompts is None and 0.0 in self.prompt_temperatures:
             raise ValueError("prompt_temperatures: at 0 every made-up user turn would be the same one")
         if not 0 <= self.seed < 2**31:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from modelkit import ModelConfig
-from parallel.beside import Beside, shared_device
+from parallel.beside import Beside
 from sampling import SAMPLERS, Acceptance, Draws
 
 from ..config import CompileConfig, EngineConfig, GenerateConfig, TargetConfig
@@ -156,7 +156,7 @@ def evaluate(
 
     Args:
         drafter: its folder.
-        target: what it drafts for; "cuda" is one of the machine's devices for each process, in turn.
+        target: what it drafts for.
         compile_config: only the kernels are taken from it.
         config: prompts, budgets, lengths, samplers, temperatures.
         say: called with lines of text.
@@ -172,7 +172,6 @@ def evaluate(
     names = [stem if stems.count(stem) == 1 else file for stem, file in zip(stems, config.prompts, strict=True)]
     files = zip(names, config.prompts, strict=True)
     prompts = in_turn([[(name, p) for p in pick_prompts([file], config.limit)] for name, file in files])[: config.limit]
-    target = dataclasses.replace(target, device=shared_device(target.device))
     todo, left_out = runs(drafter, target, compile_config, config)
     for line in left_out:
         say(line)

@@ -1,7 +1,8 @@
 """The target writes its own training text: answers, and the user's turns too where no prompts are given.
 
 Document i depends on i and the recipe alone (prompt, temperatures and seeds are derived from it), so a run that is
-interrupted and resumed writes what one run writes. Everything is decoded plainly by the engine.
+interrupted and resumed, or shared out over processes, writes what one run writes. Everything is decoded plainly by the
+engine.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,8 +87,15 @@ class Writer:
         self.prompts: list[list[int]] = []
         if self.data.prompts is None:
             self.template = Template.of(tokenizer)
-            if self.room < 1:
-                raise ValueError(f"max_prompt_tokens = {self.data.max_prompt_tokens}: the chat template takes them all")
+            assert tokenizer is not None, "the template is the tokenizer's"
+            self.openings = [
+                list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in self.data.openings
+            ]
+            if min(self._room(opening) for opening in self.openings) < 1:
+                raise ValueError(
+                    f"max_prompt_tokens = {self.data.max_prompt_tokens}: the chat template takes them all, with the "
+                    "longest of the openings"
+                )
         else:
             named = read_prompts([], self.data.prompts)
             if tokenizer is not None and tokenizer.chat_template:
@@ -100,16 +109,15 @@ class Writer:
         # Text of every token would cost the host more than the tokens cost the model.
         self.engine.tokenizer = None
 
-    @property
-    def room(self) -> int:
-        """Tokens a made-up user turn may have."""
+    def _room(self, opening: list[int]) -> int:
+        """Tokens that a made-up user turn may have behind its opening."""
         assert self.template is not None
-        return self.data.max_prompt_tokens - len(self.template.before) - len(self.template.behind)
+        return self.data.max_prompt_tokens - len(self.template.before) - len(opening) - len(self.template.behind)
 
     def recipe(self) -> dict[str, Any]:
         """What decides a document besides its number, for the manifest."""
         names = (
-            "prompt_temperatures", "temperatures", "max_prompt_tokens", "max_new_tokens", "loop_rounds",
+            "openings", "prompt_temperatures", "temperatures", "max_prompt_tokens", "max_new_tokens", "loop_rounds",
             "shard_documents", "seed",
         )  # fmt: skip
         recipe = {name: getattr(self.data, name) for name in names} | {"dtype": str(self.engine.target.dtype)}
@@ -123,6 +131,21 @@ class Writer:
     def _answer_temperature(self, index: int) -> float:
         turn = index // len(self.prompts) if self.prompts else index
         return self.data.temperatures[turn % len(self.data.temperatures)]
+
+    def shard(self, number: int, progress: Callable[[int], None]) -> list[Document]:
+        """The documents of a shard, as `documents`.
+
+        Raises:
+            ValueError: all of them came to nothing.
+        """
+        first = number * self.data.shard_documents
+        found = self.documents(range(first, first + self.data.shard_documents), progress)
+        if not found:
+            raise ValueError(
+                f"documents {first} to {first + self.data.shard_documents - 1} all came to nothing: no user turn ended "
+                f"within max_prompt_tokens = {self.data.max_prompt_tokens}"
+            )
+        return found
 
     def documents(self, indices: Sequence[int], progress: Callable[[int], None]) -> list[Document]:
         """The documents of some numbers, in order; those that come to nothing are left out.
@@ -159,18 +182,20 @@ class Writer:
             return {index: self.prompts[index % len(self.prompts)] for index in indices}
         data, tokenizer = self.data, self.tokenizer
         assert tokenizer is not None, "the template is the tokenizer's"
+        # The number's digits, so that all combinations come up: answer's temperature, the turn's, its opening.
+        warmth = [index // len(data.temperatures) for index in indices]
+        start = [w // len(data.prompt_temperatures) % len(data.openings) for w in warmth]
         settings = [
             Settings(
-                # Another number than the answers' walks through the temperatures, so that all pairs come up.
-                temperature=data.prompt_temperatures[index // len(data.temperatures) % len(data.prompt_temperatures)],
-                seed=self._seed(index, USER), max_new_tokens=self.room,
+                temperature=data.prompt_temperatures[w % len(data.prompt_temperatures)],
+                seed=self._seed(index, USER), max_new_tokens=self._room(self.openings[s]),
             )
-            for index in indices
+            for index, w, s in zip(indices, warmth, start, strict=True)
         ]  # fmt: skip
-        turns = self._run([self.template.before] * len(indices), settings, progress)
+        turns = self._run([self.template.before + self.openings[s] for s in start], settings, progress)
         found = {}
-        for index, turn in zip(indices, turns, strict=True):
-            text = tokenizer.decode(turn.token_ids, skip_special_tokens=True).strip()
+        for index, s, turn in zip(indices, start, turns, strict=True):
+            text = tokenizer.decode(self.openings[s] + turn.token_ids, skip_special_tokens=True).strip()
             if turn.finish_reason == "stop" and text and "\ufffd" not in text:  # a turn cut short is no user's turn
                 # Encoded as serving would encode it, which need not be how it was sampled.
                 ids = encode([{"role": "user", "content": text}], tokenizer, self.vocabulary)
@@ -208,50 +233,71 @@ def engine_config(config: TrainingConfig, data: DataConfig) -> GenerateConfig:
     )
 
 
-def shards(data: DataConfig, done: int) -> Iterator[list[int]]:
-    """Document numbers of the shards still to be written."""
-    for start in range(done * data.shard_documents, data.documents, data.shard_documents):
-        yield list(range(start, start + data.shard_documents))
+def missing_shards(data: DataConfig, store: Store) -> list[int]:
+    """Numbers of the shards still to be written."""
+    return [number for number in range(data.documents // data.shard_documents) if not store.file(number).is_file()]
 
 
-def write_data(config: TrainingConfig, store: Store, say: Callable[[str], None]) -> None:
+def write_data(
+    config: TrainingConfig, store: Store, say: Callable[[str], None], rank: int = 0, world: int = 1
+) -> None:  # fmt: skip
     """Write the shards that are missing.
 
     Args:
         config: the run.
         store: of the data folder.
         say: called with lines of text.
+        rank: of this process; each writes other shards, and returns when all are there.
+        world: number of processes.
 
     Raises:
         ValueError: the shards there were made another way, or all documents of a shard came to nothing.
     """
-    from tqdm import tqdm
+    data = config.data
+    mine = [number for number in missing_shards(data, store) if number % world == rank]
+    with _Progress(data, store, rank, world) as progress:
+        if mine:
+            writer = Writer(config, say)
+            store.use_recipe(writer.recipe())
+            for number in mine:
+                store.add(number, writer.shard(number, progress.count))
+                progress.show()
+            del writer
+            forget()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        while missing_shards(data, store):  # of the other processes; torchrun ends us all if one of them fails
+            time.sleep(1)
+            progress.show()
 
-    missing = list(shards(config.data, store.shards))
-    if not missing:
-        return
-    writer = Writer(config, say)
-    store.use_recipe(writer.recipe())
-    there = store.shards * config.data.shard_documents
-    with tqdm(total=config.data.documents, initial=there, unit="document", disable=None) as bar:
-        tokens = 0
 
-        def count(new: int) -> None:
-            nonlocal tokens
-            tokens += new
-            elapsed = bar.format_dict["elapsed"]
-            bar.set_postfix_str(f"{tokens / max(elapsed, 1e-9):.0f} tokens/s")
+class _Progress:
+    """A bar over the shards of all processes; the first process shows it."""
 
-        for indices in missing:
-            documents = writer.documents(indices, count)
-            if not documents:
-                raise ValueError(
-                    f"documents {indices[0]} to {indices[-1]} all came to nothing: no user turn ended within "
-                    f"max_prompt_tokens = {config.data.max_prompt_tokens}"
-                )
-            store.add(documents)
-            bar.update(len(indices))
-    del writer
-    forget()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    def __init__(self, data: DataConfig, store: Store, rank: int, world: int) -> None:
+        from tqdm import tqdm
+
+        self.data, self.store, self.world, self.tokens = data, store, world, 0
+        self.bar = tqdm(
+            total=data.documents, initial=self._written(), unit="document", disable=True if rank else None
+        )  # fmt: skip
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    def _written(self) -> int:
+        return self.data.documents - len(missing_shards(self.data, self.store)) * self.data.shard_documents
+
+    def count(self, tokens: int) -> None:
+        """This process has written so many more."""
+        self.tokens += tokens
+        of = f" of process 0 of {self.world}" if self.world > 1 else ""
+        self.bar.set_postfix_str(f"{self.tokens / max(self.bar.format_dict['elapsed'], 1e-9):.0f} tokens/s{of}")
+
+    def show(self) -> None:
+        """Shards may have come."""
+        self.bar.n = self._written()
+        self.bar.refresh()

@@ -1,7 +1,8 @@
-"""Training data on disk: safetensors shards and a manifest that says which target wrote them, and how.
+"""Training data on disk: numbered safetensors shards, and a manifest that says which target writes them, and how.
 
-A shard counts once the manifest names it; both are put in place by a rename, so that an interrupted run leaves nothing
-that looks complete. Knows files, not how text is made or packed.
+A shard is whole as soon as it is there: a rename puts it in place, and its header says what it holds. So processes that
+share the writing need not talk, and an interrupted run leaves nothing that looks complete. Knows files, not how text is
+made or packed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from modelkit.loading import checkpoint_files, read_tensors
 from .packing import Corpus
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+HEADER = "shard"
 PROBED_BYTES = 1 << 20
 
 
@@ -43,8 +45,8 @@ def target_identity(folder: Path) -> dict[str, str]:
 
 
 def write_atomically(path: Path, content: str) -> None:
-    """A text file that is there whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
+    """A text file that is there whole or not at all, whoever else writes it at the same time."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(content, encoding="utf-8")
     os.replace(partial, path)
 
@@ -70,15 +72,12 @@ class Store:
 
     def __init__(self, folder: Path, target: dict[str, str]) -> None:
         self.folder = folder
-        self.manifest: dict[str, Any] = {"format": FORMAT, "target": target, "recipe": None, "shards": []}
+        self.manifest: dict[str, Any] = {"format": FORMAT, "target": target, "recipe": None}
         if (folder / MANIFEST).is_file():
             self.manifest = read_json(folder / MANIFEST)
             self._check(target)
-        elif folder.is_dir() and any(folder.iterdir()):
-            # An interrupted first shard is ours; anything else may be the user's.
-            strange = [p.name for p in folder.iterdir() if not p.name.endswith(".partial")]
-            if [name for name in strange if not name.startswith("shard-")]:
-                raise ValueError(f"data folder {folder} has no {MANIFEST} but holds {strange[0]}; give another folder")
+        elif folder.is_dir() and (strange := [p.name for p in folder.iterdir() if not p.name.endswith(".partial")]):
+            raise ValueError(f"data folder {folder} has no {MANIFEST} but holds {strange[0]}; give another folder")
 
     def _check(self, target: dict[str, str]) -> None:
         if self.manifest.get("format") != FORMAT:
@@ -89,20 +88,41 @@ class Store:
                 "drafter must learn from its own target's text; give another folder"
             )
 
+    def file(self, number: int) -> Path:
+        """Where a shard is, or will be."""
+        return self.folder / f"shard-{number:05d}.safetensors"
+
     @property
-    def shards(self) -> int:
-        """How many are complete."""
-        return len(self.manifest["shards"])
+    def shards(self) -> list[Path]:
+        """Those that are there, in order."""
+        return sorted(self.folder.glob("shard-*.safetensors"))
+
+    def _count(self, what: str) -> int:
+        """A figure of the shards' headers, added up.
+
+        Raises:
+            ValueError: a file is damaged.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        total = 0
+        for file in self.shards:
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    total += json.loads(opened.metadata()[HEADER])[what]
+            except (SafetensorError, KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{file} is damaged ({error}): delete it, and it is written again") from error
+        return total
 
     @property
     def documents(self) -> int:
-        """How many the complete shards hold."""
-        return sum(shard["documents"] for shard in self.manifest["shards"])
+        """How many the shards hold."""
+        return self._count("documents")
 
     @property
     def tokens(self) -> int:
-        """How many supervised ones the complete shards hold."""
-        return sum(shard["answer_tokens"] for shard in self.manifest["shards"])
+        """How many supervised ones the shards hold."""
+        return self._count("answer_tokens")
 
     def use_recipe(self, recipe: dict[str, Any]) -> None:
         """Note how documents are made; shards that were made another way are refused."""
@@ -114,13 +134,13 @@ class Store:
                 "or the settings it was begun with"
             )
         self.manifest["recipe"] = recipe
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / MANIFEST, json.dumps(self.manifest, indent=1))
 
-    def add(self, documents: Sequence[Document]) -> None:
-        """Write the next shard."""
+    def add(self, number: int, documents: Sequence[Document]) -> None:
+        """Write a shard."""
         from safetensors.torch import save_file
 
-        self.folder.mkdir(parents=True, exist_ok=True)
-        name = f"shard-{self.shards:05d}.safetensors"
         tokens = [token for document in documents for token in (*document.prompt, *document.answer)]
         sizes = [len(document.prompt) + len(document.answer) for document in documents]
         tensors = {
@@ -128,28 +148,23 @@ class Store:
             "offset": torch.tensor([0, *sizes]).cumsum(0),
             "prompt": torch.tensor([len(document.prompt) for document in documents], dtype=torch.int64),
         }
-        partial = self.folder / (name + ".partial")
-        save_file(tensors, partial)
-        os.replace(partial, self.folder / name)
         answers = sum(len(document.answer) for document in documents)
-        entry = {"file": name, "documents": len(documents), "tokens": len(tokens), "answer_tokens": answers}
-        self.manifest["shards"].append(entry)
-        write_atomically(self.folder / MANIFEST, json.dumps(self.manifest, indent=1))
+        file = self.file(number)
+        partial = file.with_name(file.name + ".partial")
+        # One entry: of several, safetensors leaves the order to chance.
+        header = json.dumps({"documents": len(documents), "answer_tokens": answers})
+        save_file(tensors, partial, metadata={HEADER: header})
+        os.replace(partial, file)
 
     def load(self) -> Corpus:
-        """All complete shards.
+        """All shards.
 
         Raises:
-            ValueError: there are none, or a file is missing or damaged.
+            ValueError: there are none, or a file is damaged.
         """
         if not self.documents:
             raise ValueError(f"data folder {self.folder} holds no document; write some with --only data")
-        parts = []
-        for shard in self.manifest["shards"]:
-            file = self.folder / shard["file"]
-            if not file.is_file():
-                raise ValueError(f"{file}, which the manifest names, is missing")
-            parts.append(dict(read_tensors([file])))
+        parts = [dict(read_tensors([file])) for file in self.shards]
         sizes = torch.cat([part["offset"][1:] - part["offset"][:-1] for part in parts])
         return Corpus(
             token=torch.cat([part["token"] for part in parts]),

@@ -1,5 +1,6 @@
 """Data that a target writes: the same whether or not it was interrupted, and never another target's."""
 
+import concurrent.futures
 import itertools
 import json
 import shutil
@@ -68,7 +69,7 @@ def files(folder):
 def test_user_turns_are_made_up(target, tmp_path):
     store = write(target, tmp_path / "data")
     corpus = store.load()
-    assert store.shards == 3 and 6 <= store.documents == corpus.documents <= 24
+    assert len(store.shards) == 3 and 6 <= store.documents == corpus.documents <= 24
     texts = set()
     for i in range(corpus.documents):
         start, end = corpus.offset[i : i + 2].tolist()
@@ -97,14 +98,41 @@ def test_a_resumed_run_writes_what_one_run_writes(target, tmp_path, monkeypatch)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(Writer, "documents", interrupted)
         write(target, tmp_path / "parts")
-    assert Store(tmp_path / "parts", target_identity(target)).shards == 2
+    assert len(Store(tmp_path / "parts", target_identity(target)).shards) == 2
     write(target, tmp_path / "parts", slots=3)  # how many at a time makes no difference
     assert files(tmp_path / "parts") == files(tmp_path / "whole")
     before = files(tmp_path / "whole")
     write(target, tmp_path / "whole")  # complete: nothing is done again
     assert files(tmp_path / "whole") == before
     write(target, tmp_path / "whole", documents=32)
-    assert Store(tmp_path / "whole", target_identity(target)).shards == 4
+    assert len(Store(tmp_path / "whole", target_identity(target)).shards) == 4
+
+
+def test_processes_share_the_writing(target, tmp_path, monkeypatch):
+    """Each returns when all is there, whatever the other left undone before."""
+    write(target, tmp_path / "whole", documents=40)
+    how = {"documents": 40}
+    write(target, tmp_path / "shared", documents=16)
+
+    def process(rank):
+        store = Store(tmp_path / "shared", target_identity(target))
+        write_data(config_of(target, tmp_path / "shared", **how), store, lambda line: None, rank, 2)
+        return len(store.shards)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        assert list(pool.map(process, (0, 1))) == [5, 5]
+    assert files(tmp_path / "shared") == files(tmp_path / "whole")
+
+
+def test_openings(target, tmp_path):
+    """Made-up turns begin with them, each as often; the beginning counts as part of the turn."""
+    how = {"openings": ["", "w7 w8", "w9"], "temperatures": [0.0], "prompt_temperatures": [1.0], "documents": 48}
+    corpus = write(target, tmp_path / "data", **how).load()
+    starts = [corpus.token[a + 1 : a + 3].tolist() for a in corpus.offset[:-1].tolist()]
+    assert 4 <= sum(start == [7, 8] for start in starts) <= 16
+    assert 4 <= sum(start[0] == 9 for start in starts) <= 17
+    with pytest.raises(ValueError, match="with the longest of the openings"):
+        write(target, tmp_path / "long", openings=["", "w7 " * 36])
 
 
 def test_prompts_of_a_file(target, tmp_path):
@@ -159,9 +187,11 @@ def test_damage_is_named(target, tmp_path):
     with pytest.raises(ValueError, match="holds no document"):
         Store(tmp_path / "none", identity).load()
     store = Store(tmp_path / "data", identity)
-    store.add([Document(prompt=[1, 2], answer=[3])])
-    (tmp_path / "data" / "shard-00000.safetensors").unlink()
-    with pytest.raises(ValueError, match="which the manifest names, is missing"):
+    store.use_recipe({})
+    store.add(0, [Document(prompt=[1, 2], answer=[3])])
+    whole = store.file(0).read_bytes()
+    store.file(0).write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match="is damaged"):
         store.load()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").touch()

@@ -33,7 +33,8 @@ def trainer(root, dtype, changes):
         generator = torch.Generator().manual_seed(4)
         sizes = torch.randint(20, 120, (64,), generator=generator).tolist()
         texts = [torch.randint(tiny.MASK, (size,), generator=generator).tolist() for size in sizes]
-        store.add([Document(prompt=text[:3], answer=text[3:]) for text in texts])
+        store.use_recipe({})
+        store.add(0, [Document(prompt=text[:3], answer=text[3:]) for text in texts])
     tables = {
         "target": {"path": str(target), "dtype": dtype, "device": "cuda"},
         "data": {"folder": str(root / "data")},

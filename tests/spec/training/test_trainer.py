@@ -38,7 +38,8 @@ def data(target, tmp_path_factory):
     store, generator = Store(folder, target_identity(target)), torch.Generator().manual_seed(4)
     sizes = torch.randint(10, 30, (24,), generator=generator).tolist()
     texts = [torch.randint(tiny.MASK, (size,), generator=generator).tolist() for size in sizes]
-    store.add([Document(prompt=text[:3], answer=text[3:]) for text in texts])
+    store.use_recipe({})
+    store.add(0, [Document(prompt=text[:3], answer=text[3:]) for text in texts])
     return folder
 
 
