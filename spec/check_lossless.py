@@ -1,13 +1,20 @@
 """`flashtree check-lossless`: every drafter x tree against an oracle, prompt by prompt, token by token.
 
-The oracle is transformers' greedy `generate` on the same weights (another implementation), this engine's own plain
-decoding, or the oracle of an earlier run, whose file is given: another layout's or device's tokens. fp32 must be
-identical; other precisions may differ at near-ties that the width noise explains.
+    "--sampling", nargs="*", metavar="SETTINGS",
+    help="compare seeded sampling (--oracle plain): temperature=0.7,top_p=0.9 and so on, one engine for all; "
+    "without SETTINGS a matrix of temperatures and filters",
+)  # fmt: skip
+parser.add_argument(
+    "--oracle", default="transformers", metavar="WHAT",
+    help="transformers, plain, or the --json file of another run of this command, as of another layout",
+)  # fmt: skip
+parser.add_argument("--json", metavar="FILE", help="write every comparison and the oracles' tokens to this file")
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -18,6 +25,16 @@ from sampling import SAMPLERS
 from sampling.gumbel import Gumbel
 
 from .cli import add_config_arguments, check_writable
+from .requests import Completion, Settings, changed
+
+# What `--sampling` stands for: each temperature with each mix of filters.
+TEMPERATURES = (0.3, 0.7, 1.0, 1.5)
+MIXES: tuple[dict[str, Any], ...] = (
+    {}, {"top_p": 0.9}, {"top_k": 50, "min_p": 0.02}, {"top_p": 0.95, "top_k": 40, "min_p": 0.05},
+)  # fmt: skip
+HEAD = [
+    "drafter x tree", "sampling", "prompts", "identical", "near-ties", "WRONG", "gap / allowed", "acceptance", "s", "",
+]  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,10 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--trees", default="chain,best_first,spine_first,static", help="tree policies, by comma")
     parser.add_argument(
+        "--sampling", nargs="*", metavar="SETTINGS",
+        help="compare seeded sampling (--oracle plain): temperature=0.7,top_p=0.9 and so on, one engine for all; "
+        "without SETTINGS a matrix of temperatures and filters",
+    )  # fmt: skip
+    parser.add_argument(
         "--oracle", default="transformers", metavar="WHAT",
         help="transformers, plain, or the --json file of another run of this command, as of another layout",
     )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="write every comparison and the oracle's tokens to this file")
+    parser.add_argument("--json", metavar="FILE", help="write every comparison and the oracles' tokens to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,65 +70,97 @@ def run(arguments: argparse.Namespace) -> int:
     base = load_config(arguments.config, overrides)
     if arguments.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1")
+    settings = {name: changed(one, {"max_new_tokens": arguments.max_new_tokens})
+                for name, one in _settings(arguments.sampling).items()}  # fmt: skip
     check_writable(arguments.json)
-    _check_repeatable(base, arguments.oracle)
+    for one in settings.values():
+        _check_repeatable(base, arguments.oracle, one)
     prompts = pick_prompts(arguments.prompts, arguments.limit)
     variants = _variants(base, arguments.drafts, arguments.trees)
-    oracle: list[list[int]] | None = None
-    rows = [["drafter x tree", "prompts", "identical", "near-ties", "WRONG", "acceptance", "s"]]
-    records, wrong = [], 0
+    oracles: dict[str, list[list[int]]] = {}
+    rows, records, wrong = [HEAD], [], 0
     for name, config in variants:
-        engine = Engine(config, progress=lambda line: print(line, file=sys.stderr))
+        engine = Engine(config, progress=_say)
         texts = encode_all(prompts, engine.tokenizer, engine.target.config.vocab_size)
-        if oracle is None:
-            print(f"oracle: {arguments.oracle}, {len(texts)} prompts x {arguments.max_new_tokens}", file=sys.stderr)
-            oracle = _oracle(arguments.oracle, engine, texts, arguments.max_new_tokens)
-        began = time.perf_counter()
-        found = _check(engine, texts, oracle, arguments.max_new_tokens)
-        bad = [c for c in found if not c["explained"]]
-        if base.target.dtype == "float32":
-            bad = [c for c in found if not c["identical"]]
-        wrong += len(bad)
-        same = sum(c["identical"] for c in found)
-        lengths = sum(c["mean_acceptance_length"] for c in found) / len(found)
-        seconds = f"{time.perf_counter() - began:.0f}"
-        rows.append(
-            [
-                name,
-                str(len(found)),
-                str(same),
-                str(len(found) - same - len(bad)),
-                str(len(bad)),
-                f"{lengths:.2f}",
-                seconds,
-            ]
-        )
-        records += [{"variant": name, **c} for c in found]
-        print(table([rows[0], rows[-1]]), file=sys.stderr, flush=True)
+        for sampling, one in settings.items():
+            if sampling not in oracles:
+                _say(f"oracle: {arguments.oracle}, {len(texts)} prompts x {arguments.max_new_tokens}{sampling and ', '}"
+                     f"{sampling}")  # fmt: skip
+                oracles[sampling] = _oracle(arguments.oracle, sampling, engine, texts, one)
+            began = time.perf_counter()
+            found = _check(engine, texts, oracles[sampling], one)
+            records += [{"variant": name, "sampling": sampling, **outcome} for outcome in found]
+            row = _row(found, time.perf_counter() - began)
+            rows.append([name, sampling, *row])
+            wrong += sum(not outcome["passed"] for outcome in found)
+            _say(table([HEAD, rows[-1]]))
+    _say_differences(records)
     print(f"\n{base.target.path}, {base.target.dtype}, oracle {arguments.oracle}, {arguments.max_new_tokens} tokens")
     print(table(rows))
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as out:
-            record = {"prompts": texts, "max_new_tokens": arguments.max_new_tokens, "oracle": oracle}
+            record = {"prompts": texts, "max_new_tokens": arguments.max_new_tokens, "oracles": oracles}
             json.dump(record | {"comparisons": records}, out)
     return 1 if wrong else 0
 
 
-def _check_repeatable(base: Any, oracle: str) -> None:
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _row(found: list[dict[str, Any]], seconds: float) -> list[str]:
+    """A line of the table behind its names; "gap / allowed" is the worst one, of first differences."""
+    same = sum(c["identical"] for c in found)
+    bad = sum(not c["passed"] for c in found)
+    shares = [c["gap"] / c["allowed"] if c["allowed"] else float("inf") for c in found if not c["identical"]]
+    length = sum(c["mean_acceptance_length"] for c in found) / len(found)
+    return [
+        str(len(found)), str(same), str(len(found) - same - bad), str(bad), f"{max(shares):.2f}" if shares else "-",
+        f"{length:.2f}", f"{seconds:.0f}", "FAIL" if bad else "pass",
+    ]  # fmt: skip
+
+
+def _say_differences(records: list[dict[str, Any]]) -> None:
+    """A line for each output that is another one."""
+    for record in records:
+        if not record["identical"]:
+            _say(f"{record['variant']} {record['sampling']} prompt {record['prompt']}: {record['detail']}")
+
+
+def _settings(given: list[str] | None) -> dict[str, Settings]:
+    """Settings by how they are written; one without changes if none are asked for."""
+    from .config import parse_override
+
+    if given is None:
+        return {"": Settings()}
+    if not given:
+        found = [{"temperature": heat} | mix for heat, mix in itertools.product(TEMPERATURES, MIXES)]
+    else:
+        for text in given:
+            if not all("=" in part for part in text.split(",")):
+                raise ValueError(f"--sampling {text}: write it as name=value, for example temperature=0.7,top_p=0.9")
+        found = [dict(parse_override(part) for part in text.split(",")) for text in given]
+    named = {",".join(f"{key}={value}" for key, value in one.items()): one for one in found}
+    return {name: changed(None, {"seed": seed} | one) for seed, (name, one) in enumerate(named.items())}
+
+
+def _check_repeatable(base: Any, oracle: str, settings: Settings | None = None) -> None:
     """Tokens can be compared if they are the argmax, or drawn with a seed; transformers draws with noise of its own."""
-    temperature = getattr(base.sampling.config, "temperature", 0.0)
+    config, asked = base.sampling.config, (settings or Settings()).sampling
+    temperature = asked.get("temperature", getattr(config, "temperature", 0.0))
     if temperature and not issubclass(SAMPLERS.get(base.sampling.name), Gumbel):
         raise ValueError(
             f"temperature = {temperature}: what sampler '{base.sampling.name}' draws depends on the drafts, so tokens "
             "cannot be compared one by one; `flashtree check-sampler` compares laws"
         )
-    if temperature and getattr(base.sampling.config, "seed", None) is None:
+    if temperature and asked.get("seed", getattr(config, "seed", None)) is None:
         raise ValueError(f"temperature = {temperature} without a seed: add --set sampling.seed=1")
     if temperature and oracle == "transformers":
         raise ValueError(f"temperature = {temperature}: transformers draws other tokens; use --oracle plain")
-    config = base.sampling.config
-    reordered = hasattr(config, "params") and (bool(config.processors) or not config.params(temperature=0.0).is_argmax)
-    if (reordered or getattr(config, "host_processors", None)) and oracle == "transformers":
+    argmax = not hasattr(config, "params") or config.params(**asked | {"temperature": 0.0}).is_argmax
+    if oracle == "transformers" and (
+        not argmax or getattr(config, "processors", None) or getattr(config, "host_processors", None)
+    ):
         raise ValueError("[sampling] has penalties, biases or processors, which transformers lacks; use --oracle plain")
 
 
@@ -126,47 +180,55 @@ def _variants(base: Any, drafts: str, trees: str) -> list[tuple[str, Any]]:
     return found
 
 
-def _oracle(kind: str, engine: Any, texts: list[list[int]], most: int) -> list[list[int]]:
+def _oracle(kind: str, sampling: str, engine: Any, texts: list[list[int]], settings: Settings) -> list[list[int]]:
     if kind == "plain":
-        return [c.token_ids for c in engine.generate_plain(texts, max_new_tokens=most)]
+        return [c.token_ids for c in engine.generate_plain(texts, settings, progress=True)]
     if kind != "transformers":
-        return _recorded(kind, texts, most)
+        return _recorded(kind, sampling, texts, settings)
     from .peers import transformers_greedy, transformers_model
 
-    peer = transformers_model(engine)
+    peer, most = transformers_model(engine), settings.max_new_tokens or engine.capacity
     # The context limit ends our outputs; the oracle must stop there too.
     return [transformers_greedy(peer, ids, min(most, engine.capacity - len(ids))) for ids in texts]
 
 
-def _recorded(file: str, texts: list[list[int]], most: int) -> list[list[int]]:
+def _recorded(file: str, sampling: str, texts: list[list[int]], settings: Settings) -> list[list[int]]:
     """The oracle's tokens in the --json file of an earlier run, of the same prompts and settings."""
     try:
         record = json.loads(Path(file).read_text(encoding="utf-8"))
-        prompts, tokens = record["prompts"], record["oracle"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        prompts, tokens = record["prompts"], record["oracles"].get(sampling)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"--oracle {file}: neither 'transformers' nor 'plain' nor a file that --json has written ({error})"
         ) from None
-    if (prompts, record["max_new_tokens"]) != (texts, most):
-        raise ValueError(f"--oracle {file}: was written for other prompts, or another --max-new-tokens")
+    if tokens is None or (prompts, record["max_new_tokens"]) != (texts, settings.max_new_tokens):
+        raise ValueError(f"--oracle {file}: was written for other prompts, --sampling or another --max-new-tokens")
     found: list[list[int]] = tokens
     return found
 
 
-def _check(engine: Any, texts: list[list[int]], oracle: list[list[int]], most: int) -> list[dict[str, Any]]:
+def _check(engine: Any, texts: list[list[int]], oracle: list[list[int]], settings: Settings) -> list[dict[str, Any]]:
+    """Outcomes by prompt. Both runs had as many rows in a forward as there are slots (and nodes)."""
     from .compare import compare
 
+    slots, exact = min(engine.state.slots, len(texts)), engine.config.target.dtype == "float32"
+    params = engine.sampler.params(**settings.sampling)
+    completions: dict[int, Completion] = dict(engine.completions(texts, settings, progress=True))
     found = []
-    for index, done in engine.completions(texts, max_new_tokens=most, progress=True):
-        params = engine.sampler.params()
+    for index, done in sorted(completions.items()):
         outcome = compare(
-            engine.target, texts[index], done.token_ids, oracle[index], engine.nodes, engine.sampler, params
-        )
+            engine.target, texts[index], done.token_ids, oracle[index], slots * engine.nodes, engine.sampler, params,
+            slots,
+        )  # fmt: skip
         found.append(
             {
                 "prompt": index,
                 "identical": outcome.identical,
                 "explained": outcome.explained,
+                "passed": outcome.identical if exact else outcome.explained,
+                "first_difference": outcome.first_difference,
+                "gap": outcome.gap,
+                "allowed": outcome.allowed,
                 "detail": str(outcome),
                 "mean_acceptance_length": done.stats.mean_acceptance_length,
             }

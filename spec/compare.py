@@ -7,7 +7,8 @@ difference the two tokens must be so close in both runs that the measured width 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Comparison:
         identical: token for token.
         first_difference: index of the first token that differs, None if identical.
         gap: larger of the two tokens' gaps at that place in the two widths: of logits or, where tokens are sampled, of
-            the scores whose argmax they are. inf: a filter kept one of them in one width only.
+            the scores whose argmax they are. Where a filter removes one of them: see `filter_gap`.
         noise: largest logit difference between the two widths anywhere on this text, in the gap's unit.
     """
 
@@ -38,9 +39,14 @@ class Comparison:
     noise: float = 0.0
 
     @property
+    def allowed(self) -> float:
+        """The largest gap that the noise explains: each of the two tokens may move by so much."""
+        return 2 * self.noise
+
+    @property
     def explained(self) -> bool:
-        """Identical, or a near-tie that the noise of the width explains (gap <= 2 * noise)."""
-        return self.identical or self.gap <= 2 * self.noise
+        """Identical, or a near-tie that the noise of the width explains."""
+        return self.identical or self.gap <= self.allowed
 
     def __str__(self) -> str:
         if self.identical:
@@ -54,18 +60,19 @@ class Comparison:
 
 def compare(
     model: Transformer, prompt_ids: Sequence[int], a: Sequence[int], b: Sequence[int], width: int,
-    sampler: Sampler | None = None, params: SamplingParams | None = None,
+    sampler: Sampler | None = None, params: SamplingParams | None = None, narrow: int = 1,
 ) -> Comparison:  # fmt: skip
     """Compare two outputs of one prompt.
 
     Args:
         model: the target.
         prompt_ids: the prompt.
-        a: tokens emitted by one run.
+        a: tokens emitted by the run of the wider forwards.
         b: tokens emitted by the other.
-        width: rows of the wider of the two runs; the other had 1.
+        width: rows of a forward of the wider run.
         sampler: what chose the tokens, where it was not the argmax.
         params: of the request, its seed included.
+        narrow: rows of a forward of the other run.
     """
     if list(a) == list(b):
         return Comparison(identical=True)
@@ -74,16 +81,75 @@ def compare(
         return Comparison(identical=False, first_difference=first, gap=float("inf"))
     # The noise is measured over the whole of one output; up to `first` it is the other's, too.
     text = list(prompt_ids) + list(b)
-    narrow = teacher_forced(model, text, len(prompt_ids), 1)
-    wide = teacher_forced(model, text, len(prompt_ids), width)
-    noise = float((narrow - wide).abs().max())
-    rows = [after_host(sampler, prompt_ids, a[:first], logits[first]) for logits in (narrow, wide)]
+    widths = [teacher_forced(model, text, len(prompt_ids), rows) for rows in (width, narrow)]
+    noise = float((widths[0] - widths[1]).abs().max())
+    rows = [after_host(sampler, prompt_ids, a[:first], logits[first]) for logits in widths]
+    unit, chosen = 1.0, _same
     if isinstance(sampler, Gumbel) and params is not None and not sampler.always_argmax(params):
-        rows = [scores(sampler, params, prompt_ids, a[:first], row) for row in rows]
-        noise *= max(params.repetition_penalty, 1 / params.repetition_penalty) / (params.temperature or 1.0)
-    gaps = [float((row[a[first]] - row[b[first]]).abs()) for row in rows]
-    gap = max(x if x == x else float("inf") for x in gaps)  # -inf less -inf
-    return Comparison(identical=False, first_difference=first, gap=gap, noise=noise)
+        unit = max(params.repetition_penalty, 1 / params.repetition_penalty) / (params.temperature or 1.0)
+        chosen = functools.partial(scores, sampler, params, prompt_ids, a[:first])
+    pair = a[first], b[first]
+    found = [chosen(row) for row in rows]
+    gap = max(float((score[pair[0]] - score[pair[1]]).abs()) for score in found)
+    if not all(score[token] > -torch.inf for score in found for token in pair):
+        gap = filter_gap(chosen, rows, pair, unit)
+    return Comparison(identical=False, first_difference=first, gap=gap, noise=noise * unit)
+
+
+def _same(logits: Tensor) -> Tensor:
+    return logits
+
+
+def filter_gap(chosen: Callable[[Tensor], Tensor], rows: Sequence[Tensor], pair: Sequence[int], unit: float) -> float:
+    """How near two widths are to choosing each other's token where a filter removes one of them.
+
+    Then the tokens' scores may be far apart, and what rounding has to explain is that the filter's border lies between
+    the widths. Of noise up to e in each logit, the worst for a removed token lowers all better ones by 2 e against it:
+    that is what min-p, top-k and top-p measure a token by.
+
+    Args:
+        chosen: logits [V] to the scores whose argmax is the token, -inf for what is removed.
+        rows: each width's logits [V].
+        pair: each width's token.
+        unit: of scores, in logits.
+
+    Returns:
+        The most by which logits have to be lowered for either width to keep either token, or a token's score is below
+        the best one in its own width then; in the scores' unit. inf: it is not the filter.
+    """
+    worst = 0.0
+    for row, own in zip(rows, pair, strict=True):
+        for token in pair:
+            by = _lowered_by(chosen, row, token)
+            worst = max(worst, by * unit)
+            if token == own and by < torch.inf:
+                score = chosen(_lowered(row, token, by))
+                worst = max(worst, float(score.max() - score[token]))
+    return worst
+
+
+def _lowered(logits: Tensor, token: int, by: float) -> Tensor:
+    return torch.where(logits > logits[token], logits - by, logits)
+
+
+def _lowered_by(chosen: Callable[[Tensor], Tensor], logits: Tensor, token: int) -> float:
+    """The least by which all better tokens have to be lowered for this one to be kept."""
+
+    def kept(by: float) -> bool:
+        return bool(chosen(_lowered(logits, token, by))[token] > -torch.inf)
+
+    if kept(0.0):
+        return 0.0
+    high = 2.0**-10
+    while not kept(high):
+        high *= 2
+        if high > 64:
+            return float("inf")
+    low = high / 2 if high > 2.0**-10 else 0.0
+    for _ in range(8):
+        middle = (low + high) / 2
+        low, high = (low, middle) if kept(middle) else (middle, high)
+    return high
 
 
 def scores(

@@ -1,7 +1,7 @@
 """`flashtree train`: data that the target writes, the drafter's training, its evaluation; each can be run by itself.
 
 All that can be refused is refused before anything takes long. Under torchrun every process runs this; they share the
-writing and the training, and evaluation is the first one's work.
+writing, the training and the runs of the evaluation.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def run(arguments: argparse.Namespace) -> int:
     output = Path(config.output.folder).expanduser()
     if "train" in parts:
         check_output(output)
-    _check_evaluation(config, arguments)
+    _check_evaluation(config, output, arguments)
     store = Store(Path(config.data.folder).expanduser(), target_identity(folder))
     if "data" in parts:
         _write_data(config, store, rank, world)
     if "train" in parts and not _train(config, published, store, rank, world, arguments.stop_after):
         return 0
-    if "evaluate" in parts and rank == 0:
-        _evaluate(config, output, arguments)
+    if "evaluate" in parts:
+        _evaluate(_on_own_device(config), output, arguments, rank)
     return 0
 
 
@@ -65,13 +65,11 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _check_evaluation(config: TrainingConfig, arguments: argparse.Namespace) -> None:
+def _check_evaluation(config: TrainingConfig, output: Path, arguments: argparse.Namespace) -> None:
     from .prompts import pick_prompts
-    from .tree import TREES
+    from .training.evaluate import runs
 
-    for name in config.evaluate.trees:
-        for budget in config.evaluate.budgets:
-            TREES.build({"name": name, "budget": budget})
+    runs(output, config.target, config.compile, config.evaluate)
     if config.evaluate.prompts:
         pick_prompts(config.evaluate.prompts, config.evaluate.limit)
         check_writable(arguments.json)
@@ -134,15 +132,17 @@ def _train(
             torch.distributed.destroy_process_group()
 
 
-def _evaluate(config: TrainingConfig, output: Path, arguments: argparse.Namespace) -> None:
+def _evaluate(config: TrainingConfig, output: Path, arguments: argparse.Namespace, rank: int) -> None:
     from .training.evaluate import evaluate, report, write_json
 
+    say = (lambda line: None) if rank else _say
     if not config.evaluate.prompts:
-        _say(f"drafter: {output} (not evaluated: no [evaluate] prompts)")
+        say(f"drafter: {output} (not evaluated: no [evaluate] prompts)")
         return
-    records = evaluate(output, config.target, config.compile, config.evaluate, _say)
-    print(f"{output}, {dataclasses.asdict(config.evaluate)['max_new_tokens']} new tokens, temperature "
-          f"{config.evaluate.temperature}")  # fmt: skip
+    records = evaluate(output, config.target, config.compile, config.evaluate, say)
+    if records is None:
+        return
+    print(f"{output}, {config.evaluate.max_new_tokens} new tokens")
     print(report(records))
     if arguments.json:
         write_json(arguments.json, records)

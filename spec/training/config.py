@@ -6,6 +6,7 @@ Knows names and ranges only; what has to be compared with a target or with data 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -200,7 +201,8 @@ class EvaluateConfig:
         budgets: of the trees.
         trees: policies that take a budget, beside the chain.
         ngram: also decode with n-grams and the first of the trees, to see what the text itself gives away.
-        temperature: of the target.
+        samplers: sampling strategies; chain and trees are measured with each of them that serves them.
+        temperatures: of the target. At 0 every strategy is greedy decoding, which is measured once.
         slots: prompts at the same time.
     """
 
@@ -210,15 +212,20 @@ class EvaluateConfig:
     budgets: tuple[int, ...] = (15, 31, 63)
     trees: tuple[str, ...] = ("best_first", "spine_first")
     ngram: bool = True
-    temperature: float = 0.0
+    samplers: tuple[str, ...] = ("gumbel",)
+    temperatures: tuple[float, ...] = (0.0,)
     slots: int = 8
 
     def __post_init__(self) -> None:
         at_least(self, 1, "limit", "max_new_tokens", "slots")
         if any(budget < 1 for budget in self.budgets):
             raise ValueError(f"budgets = {list(self.budgets)}: must be at least 1 each")
-        if self.temperature < 0:
-            raise ValueError(f"temperature = {self.temperature}: must be 0 (greedy) or a positive number")
+        if not self.temperatures or not all(0 <= temperature < math.inf for temperature in self.temperatures):
+            raise ValueError(
+                f"temperatures = {list(self.temperatures)}: must be a list of temperatures, 0 (greedy) or more"
+            )
+        if not self.samplers:
+            raise ValueError("samplers = []: must be a list of sampling strategies")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

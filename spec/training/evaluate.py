@@ -16,13 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sampling import Acceptance, Draws
+from modelkit import ModelConfig
+from parallel.beside import Beside
+from sampling import SAMPLERS, Acceptance, Draws
 
-from ..config import CompileConfig, GenerateConfig, TargetConfig
+from ..config import CompileConfig, EngineConfig, GenerateConfig, TargetConfig
 from ..engine import Engine
 from ..prompts import NamedPrompt, encode_all, in_turn, pick_prompts
 from ..report import table
+from ..sources import target_source
 from ..stats import Stats
+from ..strategies import serves
+from ..text import load_tokenizer
+from ..tree import TREES
 from ..types import Proposal, Verified
 from .config import EvaluateConfig
 from .loops import find_loop
@@ -96,57 +102,111 @@ class WatchedEngine(Engine):
         return accepted
 
 
+def runs(
+    drafter: Path, target: TargetConfig, compile_config: CompileConfig, config: EvaluateConfig
+) -> tuple[list[GenerateConfig], list[str]]:
+    """What is to be measured: each temperature and sampling strategy on the chain and on every tree.
+
+    Args:
+        drafter: its folder; nothing is read from it.
+        target: what it drafts for.
+        compile_config: only the kernels are taken from it.
+        config: what is asked for.
+
+    Returns:
+        The runs, and what is left out because a strategy does not serve a tree, a line each.
+
+    Raises:
+        ValueError: an unknown strategy or tree, a budget out of range, or a temperature that a strategy refuses.
+    """
+    own: dict[str, Any] = {"name": "dflash", "path": str(drafter)}
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [(own, {"name": "chain"})]
+    pairs += [(own, {"name": name, "budget": budget}) for name in config.trees for budget in config.budgets]
+    if config.ngram and len(pairs) > 1:
+        pairs.append(({"name": "ngram"}, pairs[1][1]))
+    found: list[GenerateConfig] = []
+    left_out: dict[str, None] = {}
+    for name in config.samplers:
+        SAMPLERS.get(name)  # it is refused at temperature 0 too
+    for temperature in config.temperatures:
+        for name in config.samplers if temperature else ("greedy",):
+            sampling = {"name": name, "temperature": temperature}
+            for draft, tree in pairs:
+                run = GenerateConfig.from_tables(
+                    {
+                        "target": dataclasses.asdict(target),
+                        "draft": draft,
+                        "tree": tree,
+                        "sampling": sampling,
+                        "compile": {"mode": "none", "kernels": compile_config.kernels},
+                    }
+                )
+                if serves(SAMPLERS.build(sampling), TREES.build(tree)):
+                    found.append(run)
+                else:
+                    left_out[f"sampler '{name}' verifies chains only: not measured on '{tree['name']}' trees"] = None
+    return found, list(left_out)
+
+
 def evaluate(
     drafter: Path, target: TargetConfig, compile_config: CompileConfig, config: EvaluateConfig,
     say: Callable[[str], None],
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Decode the prompts with a chain and with trees.
+) -> list[dict[str, Any]] | None:  # fmt: skip
+    """Decode the prompts with a chain and with trees; processes that torchrun started share the runs.
 
     Args:
         drafter: its folder.
         target: what it drafts for.
         compile_config: only the kernels are taken from it.
-        config: prompts, budgets, lengths.
+        config: prompts, budgets, lengths, samplers, temperatures.
         say: called with lines of text.
 
     Returns:
-        A record for each drafter and tree: names, budget, figures.
+        A record for each run, in the order of `runs`: names, budget, temperature, figures. None in all processes but
+        the first.
 
     Raises:
-        ValueError: a prompt or the drafter is not usable.
+        ValueError: a prompt, a setting or the drafter is not usable.
     """
     stems = [Path(file).stem for file in config.prompts]
     names = [stem if stems.count(stem) == 1 else file for stem, file in zip(stems, config.prompts, strict=True)]
     files = zip(names, config.prompts, strict=True)
     prompts = in_turn([[(name, p) for p in pick_prompts([file], config.limit)] for name, file in files])[: config.limit]
-    own = {"name": "dflash", "path": str(drafter)}
-    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [(own, {"name": "chain"})]
-    pairs += [(own, {"name": name, "budget": budget}) for name in config.trees for budget in config.budgets]
-    if config.ngram and config.trees and config.budgets:
-        pairs.append(({"name": "ngram"}, {"name": config.trees[0], "budget": config.budgets[0]}))
-    return [_one_pair(draft, tree, target, compile_config, config, prompts, say) for draft, tree in pairs]
-
-
-def _one_pair(
-    draft: dict[str, Any], tree: dict[str, Any], target: TargetConfig, compile_config: CompileConfig,
-    config: EvaluateConfig, prompts: list[tuple[str, NamedPrompt]], say: Callable[[str], None],
-) -> dict[str, Any]:  # fmt: skip
-    engine = WatchedEngine(
-        GenerateConfig.from_tables(
-            {
-                "target": dataclasses.asdict(target),
-                "draft": draft,
-                "tree": tree,
-                "sampling": {"name": "gumbel", "temperature": config.temperature, "seed": 0},
-                "compile": {"mode": "none", "kernels": compile_config.kernels},
-                "engine": {"slots": min(config.slots, len(prompts))},
-            }
-        ),
-        say,
+    todo, left_out = runs(drafter, target, compile_config, config)
+    for line in left_out:
+        say(line)
+    folder = target_source(target.path, say)
+    shape = ModelConfig.from_folder(folder)
+    encoded = encode_all([prompt for _, prompt in prompts], load_tokenizer(folder), shape.vocab_size)
+    # No room for contexts that no prompt has: with many slots and processes it would be most of the memory.
+    longest = max(map(len, encoded)) + config.max_new_tokens
+    sizes = EngineConfig(
+        slots=min(config.slots, len(prompts)), max_model_len=min(longest, shape.max_position_embeddings)
     )
-    encoded = encode_all([prompt for _, prompt in prompts], engine.tokenizer, engine.target.config.vocab_size)
+    beside, found = Beside("evaluation"), {}
+    order = sorted(range(len(todo)), key=lambda index: _length(todo[index]), reverse=True)
+    for turn in beside.turns(len(order)):
+        run = dataclasses.replace(todo[order[turn]], engine=sizes)
+        found[order[turn]] = _record(run, prompts, encoded, config.max_new_tokens, say)
+    everything = beside.gathered(found)
+    if everything is None:
+        return None
+    records = {index: record for part in everything for index, record in part.items()}
+    return [records[index] for index in sorted(records)]
+
+
+def _length(run: GenerateConfig) -> tuple[bool, float, int]:
+    """What makes a run longer than another: few accepted tokens (n-grams, a high temperature), then many rows."""
+    return run.draft.name == "ngram", run.sampling.config.temperature, getattr(run.tree.config, "budget", None) or 0
+
+
+def _record(
+    run: GenerateConfig, prompts: list[tuple[str, NamedPrompt]], encoded: list[list[int]], most: int,
+    say: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    engine = WatchedEngine(run, say)
     began = time.perf_counter()
-    done = engine.generate(encoded, max_new_tokens=config.max_new_tokens, progress=True)
+    done = engine.generate(encoded, max_new_tokens=most, seed=0, progress=True)
     stats = Stats.total(completion.stats for completion in done)
     by_file = {
         name: Stats.total(c.stats for (n, _), c in zip(prompts, done, strict=True) if n == name)
@@ -154,9 +214,11 @@ def _one_pair(
     }
     straight = [completion.stats for completion in done if find_loop(completion.token_ids) is None]
     record = {
-        "drafter": draft["name"],
-        "tree": tree["name"],
+        "drafter": run.draft.name,
+        "tree": run.tree.name,
         "budget": engine.nodes - 1,
+        "sampler": run.sampling.name,
+        "temperature": run.sampling.config.temperature,
         "prompts": len(prompts),
         "tokens": stats.completion_tokens,
         "rounds": stats.num_spec_steps,
@@ -172,12 +234,13 @@ def _one_pair(
 
 def report(records: list[dict[str, Any]]) -> str:
     """Records as text: a line for each tree, then what the drafter got right at each depth."""
-    rows = [["drafter", "tree", "budget", "tokens", "rounds", "acceptance length", "without loops", "looping"]]
+    names = ("drafter", "tree", "budget", "sampler", "temperature")
+    rows = [[*names, "tokens", "rounds", "acceptance length", "without loops", "looping"]]
     for r in records:
         without = r["mean_acceptance_length_without_loops"]
         lengths = f"{r['mean_acceptance_length']:.2f}", "-" if without is None else f"{without:.2f}"
         loops = f"{r['looping']} of {r['prompts']}"
-        rows.append([r["drafter"], r["tree"], str(r["budget"]), str(r["tokens"]), str(r["rounds"]), *lengths, loops])
+        rows.append([*(str(r[name]) for name in names), str(r["tokens"]), str(r["rounds"]), *lengths, loops])
     files = list(records[0]["by_file"]) if records else []
     if len(files) > 1:
         rows = [[*row, *(files if r is None else (f"{r['by_file'][f]:.2f}" for f in files))]
@@ -186,7 +249,7 @@ def report(records: list[dict[str, Any]]) -> str:
 
     def line(record: dict[str, Any], kind: str) -> str:
         shares = " ".join("  - " if share is None else f"{share:.2f}" for share in record[kind])
-        return f"{record['drafter']} {record['tree']} {record['budget']}, {kind.replace('_', ' ')}: {shares}"
+        return f"{' '.join(str(record[name]) for name in names)}, {kind.replace('_', ' ')}: {shares}"
 
     kinds = ("acceptance_rate_per_position", "on_spine", "off_spine")
     lines = [line(record, kind) for record in records for kind in kinds if kind in record]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -257,6 +258,50 @@ def test_lossless_needs_tokens_that_can_be_compared(changes, expected, folder, p
     assert expected in capsys.readouterr().err
 
 
+def test_check_lossless_of_seeded_sampling(folder, prompts, tmp_path, capsys):
+    """A line for each setting, several of them in one engine; the whole matrix has every temperature and filter."""
+    where = ["--set", f"target.path={folder}", "--set", "target.dtype=float32", "--prompts", str(prompts)]
+    how = [
+        "--oracle",
+        "plain",
+        "--drafts",
+        "config",
+        "--trees",
+        "chain",
+        "--max-new-tokens",
+        "5",
+        "--set",
+        "engine.slots=2",
+    ]
+    found = tmp_path / "found.json"
+    settings = ["temperature=0.7,top_p=0.9", "temperature=1.5"]
+    assert main(["check-lossless", *where, *how, "--json", str(found), "--sampling", *settings]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.endswith("pass")]
+    assert [line[3] for line in lines] == settings and all(line[4:6] == ["2", "2"] for line in lines)
+    records = json.loads(found.read_text())
+    assert [(r["sampling"], r["prompt"]) for r in records] == [(one, n) for one in settings for n in range(2)]
+    assert main(["check-lossless", *where, *how, "--limit", "1", "--sampling"]) == 0
+    out = capsys.readouterr().out
+    lines = [line.split()[3] for line in out.splitlines() if line.endswith("pass")]
+    assert len(set(lines)) == 16 and {line.split(",")[0] for line in lines} == {
+        f"temperature={heat}" for heat in (0.3, 0.7, 1.0, 1.5)
+    }
+
+
+def test_check_lossless_fails_where_plain_decoding_is_another(folder, prompts, monkeypatch, capsys):
+    where = ["--set", f"target.path={folder}", "--set", "target.dtype=float32", "--prompts", str(prompts)]
+    how = ["--oracle", "plain", "--drafts", "config", "--trees", "chain", "--max-new-tokens", "5"]
+    plain = Engine.generate_plain
+
+    def other(self, texts, settings, **options):
+        return plain(self, texts, dataclasses.replace(settings, seed=settings.seed + 1), **options)
+
+    monkeypatch.setattr(Engine, "generate_plain", other)
+    assert main(["check-lossless", *where, *how, "--sampling", "temperature=1.5"]) == 1
+    out, err = capsys.readouterr()
+    assert out.rstrip().endswith("FAIL") and "NOT explained" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -264,6 +309,8 @@ def test_lossless_needs_tokens_that_can_be_compared(changes, expected, folder, p
         (["bench", "--prompts", "P", "--parts", "verify"], "belong to the steps mode"),
         (["check-sampler", "gumbel", "--quick", "--error", "0.3"], "give one of them"),
         (["check-lossless", "--prompts", "P", "--set", "sampling.repetition_penalty=1.3"], "use --oracle plain"),
+        (["check-lossless", "--prompts", "P", "--sampling"], "use --oracle plain"),
+        (["check-lossless", "--prompts", "P", "--sampling", "top_p"], "--sampling top_p: write it as name=value"),
     ],
 )
 def test_commands_that_would_compare_or_time_nonsense(arguments, message, tmp_path, capsys):

@@ -7,8 +7,9 @@ import torch
 
 from modelkit.demo import prepare_demo_model
 from modelkit.loading import load_model
+from sampling import SAMPLERS
 from spec import Engine
-from spec.compare import compare, scores, teacher_forced
+from spec.compare import compare, filter_gap, scores, teacher_forced
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +86,46 @@ def test_sampled_tokens_are_judged_by_what_chose_them(settings, tiny_targets):
     assert outcome.gap == pytest.approx(float(row.max() - row[second]), rel=1e-3)
     never = int(row.argmin())  # with top_p it is filtered out
     assert not compare(*how[:2], [*text[:9], never], *how[3:]).explained
+
+
+LAW = torch.tensor([0.47, 0.306, 0.114, 0.06, 0.05], dtype=torch.float64)
+HEAT, THIRD = 0.5, 2
+# By how much the two best have to come down for the third to be kept: to the second's place, to a quarter of the best,
+# to three quarters of the mass.
+BORDERS = [
+    ({"top_k": 2}, LAW[1] / LAW[2]),
+    ({"min_p": 0.25}, LAW[0] / 4 / LAW[2]),
+    ({"top_p": 0.75}, (LAW[0] + LAW[1]) / LAW[2:].sum() / 3),
+]
+
+
+def judge(settings, rows, own, favour=50.0):
+    """`filter_gap` of two widths' logits; noise makes the third token the best by far wherever it is kept."""
+    sampler = SAMPLERS.build({"name": "gumbel", "filters": ["top_k", "min_p", "top_p", "logit_bias"]})
+    params = sampler.params(temperature=HEAT, seed=1, **settings)
+
+    def chosen(logits):
+        score = scores(sampler, params, [1, 2], [3], logits)
+        score[THIRD] += favour
+        return score
+
+    kept = [bool(chosen(row)[THIRD] > -torch.inf) for row in rows]
+    return kept, filter_gap(chosen, rows, [own, int(chosen(rows[1]).argmax())], 1 / HEAT)
+
+
+@pytest.mark.parametrize(("settings", "ratio"), BORDERS, ids=["top_k", "min_p", "top_p"])
+def test_a_removed_token_is_as_far_as_the_border_of_the_filter(settings, ratio):
+    """The third token is chosen where it is kept; in the other width a filter removes it."""
+    far = HEAT * float(ratio.log())
+    narrow = (LAW.log() * HEAT).float()
+    wide = narrow.clone()
+    wide[:THIRD] -= far + 0.01
+    kept, gap = judge(settings, [wide, narrow], THIRD)
+    assert kept == [True, False] and gap == pytest.approx(far / HEAT, rel=0.02)
+    # A token that would not be chosen even if it were kept is not explained by the filter.
+    assert judge(settings, [wide, narrow], THIRD, favour=-50.0)[1] > 40
+
+
+def test_a_banned_token_is_explained_by_nothing():
+    row = (LAW.log() * HEAT).float()
+    assert judge({"banned_token_ids": (THIRD,)}, [row, row], THIRD)[1] == float("inf")

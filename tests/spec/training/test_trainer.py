@@ -217,6 +217,8 @@ REFUSED = {
     "evaluate.prompts": (["nowhere.jsonl"], "nowhere.jsonl does not exist"),
     "evaluate.budgets": ([0], "must be at least 1"),
     "evaluate.trees": (["spine_frist"], "did you mean 'spine_first'"),
+    "evaluate.samplers": (["gumbel", "rejektion"], "did you mean 'rejection'"),
+    "evaluate.temperatures": ([0.0, -1.0], r"temperatures = \[0.0, -1.0\]: must be a list of temperatures"),
 }
 
 
