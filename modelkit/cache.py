@@ -201,9 +201,9 @@ class KVCache(nn.Module):
         """Forget one slot's content; its pages are zeroed, so that not even a NaN outlives a request."""
         self.length[slot] = 0
         pages = self.table[slot]
-        for layer in self.all_layers():
-            layer.k[pages] = 0
-            layer.v[pages] = 0
+        for layer in self.all_layers():  # assigning a number to an index would copy it to the device, and wait
+            layer.k.index_fill_(0, pages, 0)
+            layer.v.index_fill_(0, pages, 0)
 
 
 class Lane(KVCache):
