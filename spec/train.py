@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_evaluation(config, output, arguments)
     store = Store(Path(config.data.folder).expanduser(), target_identity(folder))
     if "data" in parts:
-        _write_data(config, store, rank, world)
+        _write_data(config, store, rank)
     if "train" in parts and not _train(config, published, store, rank, world, arguments.stop_after):
         return 0
     if "evaluate" in parts:
@@ -77,11 +77,11 @@ def _check_evaluation(config: TrainingConfig, output: Path, arguments: argparse.
         raise ValueError("nothing to evaluate on: give [evaluate] prompts, a list of prompt files")
 
 
-def _write_data(config: TrainingConfig, store: Store, rank: int, world: int) -> None:
+def _write_data(config: TrainingConfig, store: Store, rank: int) -> None:
     from .training.generate import missing_shards, write_data
 
     if missing_shards(config.data, store):
-        write_data(_on_own_device(config), store, _say, rank, world)
+        write_data(_on_own_device(config), store, _say)
     if not rank:
         _say(f"data: {store.documents} documents, {store.tokens} answer tokens in {store.folder}")
 

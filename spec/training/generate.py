@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from modelkit.compile import Step, forget
+from parallel.beside import Beside
+from parallel.process import rank, started
 
 from ..config import GenerateConfig
 from ..engine import Engine
@@ -238,35 +240,33 @@ def missing_shards(data: DataConfig, store: Store) -> list[int]:
     return [number for number in range(data.documents // data.shard_documents) if not store.file(number).is_file()]
 
 
-def write_data(
-    config: TrainingConfig, store: Store, say: Callable[[str], None], rank: int = 0, world: int = 1
-) -> None:  # fmt: skip
-    """Write the shards that are missing.
+def write_data(config: TrainingConfig, store: Store, say: Callable[[str], None]) -> None:
+    """Write the shards that are missing; processes that torchrun started share them, and return when all are there.
 
     Args:
         config: the run.
         store: of the data folder.
         say: called with lines of text.
-        rank: of this process; each writes other shards, and returns when all are there.
-        world: number of processes.
 
     Raises:
         ValueError: the shards there were made another way, or all documents of a shard came to nothing.
     """
-    data = config.data
-    mine = [number for number in missing_shards(data, store) if number % world == rank]
-    with _Progress(data, store, rank, world) as progress:
-        if mine:
-            writer = Writer(config, say)
-            store.use_recipe(writer.recipe())
-            for number in mine:
-                store.add(number, writer.shard(number, progress.count))
-                progress.show()
+    writer: Writer | None = None
+    with _Progress(config.data, store) as progress:
+        for number in Beside("data").turns(config.data.documents // config.data.shard_documents):
+            if store.file(number).is_file():
+                continue
+            if writer is None:
+                writer = Writer(config, say)
+                store.use_recipe(writer.recipe())
+            store.add(number, writer.shard(number, progress.count))
+            progress.show()
+        if writer is not None:
             del writer
             forget()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-        while missing_shards(data, store):  # of the other processes; torchrun ends us all if one of them fails
+        while missing_shards(config.data, store):  # of the other processes; torchrun ends us all if one of them fails
             time.sleep(1)
             progress.show()
 
@@ -274,13 +274,12 @@ def write_data(
 class _Progress:
     """A bar over the shards of all processes; the first process shows it."""
 
-    def __init__(self, data: DataConfig, store: Store, rank: int, world: int) -> None:
+    def __init__(self, data: DataConfig, store: Store) -> None:
         from tqdm import tqdm
 
-        self.data, self.store, self.world, self.tokens = data, store, world, 0
-        self.bar = tqdm(
-            total=data.documents, initial=self._written(), unit="document", disable=True if rank else None
-        )  # fmt: skip
+        self.data, self.store, self.tokens = data, store, 0
+        hidden = True if rank() else None
+        self.bar = tqdm(total=data.documents, initial=self._written(), unit="document", disable=hidden)
 
     def __enter__(self) -> _Progress:
         return self
@@ -294,7 +293,7 @@ class _Progress:
     def count(self, tokens: int) -> None:
         """This process has written so many more."""
         self.tokens += tokens
-        of = f" of process 0 of {self.world}" if self.world > 1 else ""
+        of = f" of process 0 of {started()}" if started() > 1 else ""
         self.bar.set_postfix_str(f"{self.tokens / max(self.bar.format_dict['elapsed'], 1e-9):.0f} tokens/s{of}")
 
     def show(self) -> None:

@@ -1,6 +1,6 @@
 """Data that a target writes: the same whether or not it was interrupted, and never another target's."""
 
-import concurrent.futures
+import dataclasses
 import itertools
 import json
 import shutil
@@ -108,20 +108,17 @@ def test_a_resumed_run_writes_what_one_run_writes(target, tmp_path, monkeypatch)
     assert len(Store(tmp_path / "whole", target_identity(target)).shards) == 4
 
 
-def test_processes_share_the_writing(target, tmp_path, monkeypatch):
-    """Each returns when all is there, whatever the other left undone before."""
+def test_processes_share_the_writing(target, tmp_path, torchrun):
+    """What one process writes, whatever was there before."""
     write(target, tmp_path / "whole", documents=40)
-    how = {"documents": 40}
     write(target, tmp_path / "shared", documents=16)
-
-    def process(rank):
-        store = Store(tmp_path / "shared", target_identity(target))
-        write_data(config_of(target, tmp_path / "shared", **how), store, lambda line: None, rank, 2)
-        return len(store.shards)
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        assert list(pool.map(process, (0, 1))) == [5, 5]
+    config = dataclasses.asdict(config_of(target, tmp_path / "shared", documents=40))
+    sets = [f"data.{name}={json.dumps(value)}" for name, value in config["data"].items() if value is not None]
+    sets += [f"target.path={target}", "target.dtype=float32", "target.device=cpu", "drafter.target_layer_ids=[0]"]
+    done = torchrun(2, ["train", "--only", "data", *(part for change in sets for part in ("--set", change))])
+    assert done.returncode == 0, done.stderr
     assert files(tmp_path / "shared") == files(tmp_path / "whole")
+    assert done.stderr.count("compiling") == 0 and done.stderr.count("data: ") == 1
 
 
 def test_openings(target, tmp_path):

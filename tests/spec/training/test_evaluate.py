@@ -1,10 +1,7 @@
 """Counts of what drafts came to, by hand; which runs there are, and processes that share them."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -108,16 +105,7 @@ def options(tiny_targets, tiny_drafters, tmp_path):
     return ["train", "--config", str(config), "--only", "evaluate"]
 
 
-def torchrun(processes, options, path=""):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    root = Path(__file__).resolve().parents[3]
-    environment = os.environ | {"PYTHONPATH": f"{root}:{path}", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*command, "-m", "spec.cli", *options], cwd=root, capture_output=True, text=True, env=environment, timeout=240
-    )
-
-
-def test_processes_share_the_runs(options, tiny_targets, tiny_drafters, tmp_path):
+def test_processes_share_the_runs(torchrun, options, tiny_targets, tiny_drafters, tmp_path):
     """Three processes find what one does, print it once and in its order."""
     done = torchrun(3, [*options, "--json", str(tmp_path / "found.json")])
     assert done.returncode == 0, done.stderr
@@ -149,7 +137,7 @@ class Broken(Gumbel):
 """
 
 
-def test_a_failing_process_ends_the_others(options, tmp_path):
+def test_a_failing_process_ends_the_others(torchrun, options, tmp_path):
     """Process 1 fails in its first run; process 0 has more to do, and would then wait for it."""
     (tmp_path / "broken.py").write_text(BROKEN)
     changes = ('evaluate.samplers=["broken:Broken"]', "evaluate.temperatures=[0.8]")
