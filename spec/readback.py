@@ -20,19 +20,19 @@ class Round:
     """What a round left for the host.
 
     Attributes:
-        tokens: emitted, of each slot.
-        reasons: of each slot just after the round, see `state`.
-        owners: slots that took part, with whatever tells their request.
+        tokens: emitted, of each slot that took part.
+        reasons: of each of them just after the round, see `state`.
+        owners: these slots, with whatever tells their request.
     """
 
-    tokens: list[list[int]]
-    reasons: list[int]
+    tokens: dict[int, list[int]]
+    reasons: dict[int, int]
     owners: Owners
 
     @property
     def ended(self) -> bool:
         """Whether a request ended in it."""
-        return any(self.reasons[slot] != RUNNING for slot in self.owners)
+        return any(reason != RUNNING for reason in self.reasons.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,8 +95,12 @@ class Readback:
         entry, owners = self._queue.popleft()
         if entry.event is not None:
             entry.event.synchronize()
-        rows = entry.numbers.tolist()
-        return Round(tokens=[row[2 : 2 + row[0]] for row in rows], reasons=[row[1] for row in rows], owners=owners)
+        slots = list(owners)
+        rows = dict(zip(slots, entry.numbers[slots].tolist(), strict=True))
+        return Round(
+            tokens={slot: row[2 : 2 + row[0]] for slot, row in rows.items()},
+            reasons={slot: row[1] for slot, row in rows.items()}, owners=owners,
+        )  # fmt: skip
 
     def clear(self) -> None:
         """Forget what is in flight, and take the ring up where the state has it (rounds may have run by hand)."""
