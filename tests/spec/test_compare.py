@@ -132,7 +132,7 @@ def test_how_far_a_token_is_from_the_border_of_a_filter(settings, ratio):
 
 
 def test_to_be_kept_is_not_enough():
-    """Where the third token's noise is bad, the others have to be removed; for the best that takes the second's rise."""
+    """With bad noise for the third token the others have to be removed too; the best one goes when the second rises."""
     gap = judge({"min_p": 0.25}, LOGITS, THIRD, favour=-50.0)[1]
     assert gap == pytest.approx(float((4 * LAW[0] / LAW[1]).log()), rel=0.02)
 
