@@ -62,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{line}\n")  # at once, as other processes write there too
+    sys.stderr.flush()
 
 
 def _check_evaluation(config: TrainingConfig, output: Path, arguments: argparse.Namespace) -> None:
