@@ -1,7 +1,7 @@
 """Of short training runs, the options that helped: python pick_variants.py FOLDER OUTPUT < variants.
 
-A variant is a line of kind, name and options; its run is FOLDER/ablate-NAME. Prints the held-out acceptance length of each
-and writes the options of the best of each kind to OUTPUT, where it beats the run named base by a hundredth.
+A variant is a line of kind, name and options; its run is FOLDER/ablate-NAME. Prints the held-out acceptance length of
+each, and writes the options of the best of each kind to OUTPUT, where it beats the run named base by a hundredth.
 """
 
 import json

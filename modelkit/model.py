@@ -154,6 +154,11 @@ class Transformer(nn.Module):
         """
         return self.deliver(soft_cap(linear(hidden, self.lm_head), self.config.final_logit_softcapping))
 
+    def whole_head(self, hidden: Tensor) -> Tensor:
+        """As `head`, but of the whole vocabulary wherever its parts are."""
+        logits = soft_cap(linear(hidden, self.lm_head), self.config.final_logit_softcapping)
+        return logits if self.vocabulary is None else self.vocabulary.gather(logits)
+
     def deliver(self, logits: Tensor) -> Tensor:
         """What this process's rows of the head give [.., V], as samplers and drafters want it."""
         return logits if self.vocabulary is None else self.vocabulary.deliver(logits)
@@ -190,10 +195,7 @@ class Transformer(nn.Module):
         rows = chain(
             token=token_ids.to(self.device).long(), start=start, count=start + length, rows=batch * length, bound=0
         )
-        logits = soft_cap(linear(self(rows, None).hidden, self.lm_head), self.config.final_logit_softcapping)
-        if self.vocabulary is not None:
-            logits = self.vocabulary.gather(logits)
-        return logits.view(batch, length, -1)
+        return self.whole_head(self(rows, None).hidden).view(batch, length, -1)
 
 
 def entering(embedded: Tensor, enter: Border | None, stage: Stage | None) -> Stream:

@@ -34,6 +34,10 @@ class Group:
         if self.symmetric and symmetric.fits(x):
             total: Tensor = symmetric.symmetric_all_reduce(x.contiguous(), self.name)
             return total
+        return self.reduce_by_backend(x)
+
+    def reduce_by_backend(self, x: Tensor) -> Tensor:
+        """The same through NCCL or gloo, whatever the size."""
         return _done(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self.name))
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -81,9 +81,9 @@ def meet() -> None:
 
 
 def leave() -> None:
-    """Part from the others, when all is done."""
+    """Part from the others, when all is done and no captured graph is left that holds a collective."""
     if dist.is_initialized():
-        dist.barrier()
+        dist.all_reduce(torch.zeros(1))  # a barrier on the host; that of NCCL would need the device
         dist.destroy_process_group()
 
 

@@ -8,6 +8,7 @@ compiler, which would otherwise track it as a graph's output. FLASHTREE_SYMMETRI
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
@@ -38,6 +39,7 @@ def prepare(group: dist.ProcessGroup) -> bool:
     dist.all_reduce(everybody, dist.ReduceOp.MIN, group=group)
     if possible := bool(everybody.item()):
         _buffers[name] = buffer
+    keep_in_order()
     return possible
 
 
@@ -54,6 +56,28 @@ def fits(x: Tensor) -> bool:
     """Whether `symmetric_all_reduce` takes such a tensor."""
     size = x.numel() * x.element_size()
     return x.dtype in DTYPES and 0 < size <= MOST_BYTES and size % 16 == 0
+
+
+@functools.cache
+def keep_in_order() -> None:
+    """Have compiled steps make collectives in the order of the program, the sums of this file among them.
+
+    It is the same in all processes, but the graphs of pipeline stages are not. Inductor moves operators towards their
+    users; from then on it keeps the order of the collectives that it knows, and moves anything else past them, to save
+    memory or behind a fusion. Two processes that end up with different orders wait for each other's kernels for ever.
+    """
+    from torch._inductor import config, ir
+    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
+
+    operator = torch.ops.flashtree.symmetric_all_reduce.default
+
+    def lowered(x: ir.TensorBox, group: str) -> ir.TensorBox:
+        node = ir._CollectiveKernel.create_out_of_place(operator, x, group)
+        return ir.TensorBox.create(node)  # type: ignore[arg-type]
+
+    config.reorder_for_locality = False
+    add_layout_constraint(operator, constrain_to_fx_strides)
+    register_lowering(operator, type_promotion_kind=None)(lowered)
 
 
 @torch.library.custom_op("flashtree::symmetric_all_reduce", mutates_args=())

@@ -20,14 +20,17 @@ from typing import Any
 import torch
 
 from modelkit.compile import Counters, Step, compile_step, forget
+from modelkit.loading import use_device
+from parallel.process import local_device, started
 
+from .bench_links import links
 from .bench_plan import FIRST_TOKEN, Plan, random_prompts, tell, uses_random_weights
 from .config import GenerateConfig
 from .engine import Engine
 from .generate import describe
 from .parts import AttentionAlone, Parts, PrefillChunk, Saved, Verify, furnish, vacate
 from .report import machine_line, table
-from .timing import BATCH, copy_bandwidth, synchronisations, timed
+from .timing import BATCH, copy_bandwidth, launching, synchronisations, timed
 from .traffic import part_bytes
 
 PROMPT, NEW = 128, 2  # the request whose first token is timed
@@ -45,6 +48,9 @@ class Figure:
         device_ms: the same with the host ahead; None on a CPU.
         bytes: that it must move; None where that says nothing.
         fraction: of the measured copy bandwidth that this is.
+        floor_ms: the time that these bytes take at that bandwidth. A layout's processes move theirs at the same time,
+            but pipeline stages work one after another.
+        host_ms: the host's time for a launch while the device is busy; None on a CPU.
         first_run_s: the step's first run at this context, compiling included where it had not run before.
     """
 
@@ -54,6 +60,8 @@ class Figure:
     device_ms: float | None
     bytes: int | None
     fraction: float | None
+    floor_ms: float | None
+    host_ms: float | None
     first_run_s: float
 
 
@@ -72,6 +80,11 @@ class Bench:
         self.mode = engine.config.compile.resolved_mode(engine.config.target.device)
         self.device = engine.target.device
         self._steps: dict[tuple[str, int | None], Step] = {}
+
+    @property
+    def timed_steps(self) -> list[tuple[str, int | None]]:
+        """(part, rows) of what has been timed."""
+        return list(self._steps)
 
     def run(self, context: int) -> dict[str, Any]:
         """All parts at one context length, as a record."""
@@ -96,6 +109,7 @@ class Bench:
             "parts": [dataclasses.asdict(part) for part in parts],
             "host_syncs_in_10_rounds": syncs,
             "recompiles_while_timing": recompiles,
+            "round_over_plain_step": _ratio(parts),
         }
 
     def _make(self, bound: int) -> dict[tuple[str, int | None], Step]:
@@ -148,11 +162,18 @@ class Bench:
         ms = clock()
         device_ms = clock(head_start=True) if self.device.type == "cuda" else None
         seconds = (ms if device_ms is None else device_ms) * 1e-3
-        fraction = None if moved is None else moved / seconds / self.bandwidth
+        floor = None if moved is None else moved / self.bandwidth
+        host_ms = launching(self._steps[key], self.device, before=saved.restore)
         return Figure(
-            part=key[0], rows=key[1], ms=ms, device_ms=device_ms, bytes=moved, fraction=fraction,
-            first_run_s=first_run,
+            part=key[0], rows=key[1], ms=ms, device_ms=device_ms, bytes=moved,
+            fraction=None if floor is None else floor / seconds,
+            floor_ms=None if floor is None else floor * 1e3, host_ms=host_ms, first_run_s=first_run,
         )  # fmt: skip
+
+
+def _ratio(parts: list[Figure]) -> float | None:
+    times = {part.part: part.ms if part.device_ms is None else part.device_ms for part in parts}
+    return times["round"] / times["plain step"] if {"round", "plain step"} <= times.keys() else None
 
 
 def _verify_step(engine: Engine, rows: int, bound: int) -> Step:
@@ -195,10 +216,10 @@ def peer_steps(engine: Engine, contexts: list[int]) -> list[dict[str, Any]]:
 def run_steps(arguments: argparse.Namespace, config: GenerateConfig) -> int:
     """Time everything, print tables, write the record."""
     plan = Plan.read(arguments, config)
-    device = torch.device(config.target.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)  # the clocks are those of the current device
+    device = torch.device(local_device(config.target.device))
+    use_device(device)  # the clocks are those of the current device
     record: dict[str, Any] = {"config": config.to_tables(), "random_weights": uses_random_weights(config), "runs": []}
+    record["processes"] = started()
     for batch in plan.batches:
         began = time.perf_counter()
         engine = plan.engine(config, batch)
@@ -207,7 +228,7 @@ def run_steps(arguments: argparse.Namespace, config: GenerateConfig) -> int:
             record |= {"kernels": engine.target.backend.name, "load_s": time.perf_counter() - began}
             record["first_token"] = first_tokens(engine) if FIRST_TOKEN in plan.parts else None
             record["bandwidth"] = copy_bandwidth(device)
-            print(_head(record, engine))
+            print(_head(record, engine), flush=True)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         bench = Bench(engine, plan, record["bandwidth"], arguments.repeat or 7)
@@ -215,7 +236,10 @@ def run_steps(arguments: argparse.Namespace, config: GenerateConfig) -> int:
             run = {"batch": batch, "context": context} | bench.run(context)
             run["peak_memory"] = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
             record["runs"].append(run)
-            print(_run_table(run))
+            print(_run_table(run), flush=True)
+        if started() > 1 and "collectives" not in record:
+            record |= links(engine, bench.timed_steps, arguments.repeat or 7)
+            print("collectives, us: " + ", ".join(f"{name} B {us:.1f}" for name, us in record["collective_us"].items()))
         if arguments.peers:
             peers = peer_steps(engine, plan.contexts)
             record.setdefault("peers", []).extend({"batch": batch} | entry for entry in peers)
@@ -250,7 +274,7 @@ def _head(record: dict[str, Any], engine: Engine) -> str:
 
 
 def _run_table(run: dict[str, Any]) -> str:
-    rows = [["part", "rows", "ms", "device ms", "MB", "of bandwidth", "first run, s"]]
+    rows = [["part", "rows", "ms", "device ms", "host ms", "MB", "floor ms", "of bandwidth", "first run, s"]]
     for part in run["parts"]:
         rows.append(
             [
@@ -258,7 +282,9 @@ def _run_table(run: dict[str, Any]) -> str:
                 _cell(part["rows"], "{}"),
                 f"{part['ms']:.3f}",
                 _cell(part["device_ms"], "{:.3f}"),
+                _cell(part["host_ms"], "{:.3f}"),
                 "-" if part["bytes"] is None else f"{part['bytes'] / 1e6:.1f}",
+                _cell(part["floor_ms"], "{:.3f}"),
                 _cell(part["fraction"], "{:.0%}"),
                 f"{part['first_run_s']:.1f}",
             ]
@@ -267,7 +293,8 @@ def _run_table(run: dict[str, Any]) -> str:
     return (
         f"\nbatch {run['batch']}, context {run['context']}\n{table(rows)}\n"
         f"host synchronisations in 10 rounds: {_cell(run['host_syncs_in_10_rounds'], '{}')}; recompiles "
-        f"while timing: {run['recompiles_while_timing']}; peak memory: {memory}"
+        f"while timing: {run['recompiles_while_timing']}; peak memory: {memory}; round over plain step: "
+        f"{_cell(run['round_over_plain_step'], '{:.2f}')}"
     )
 
 

@@ -1,8 +1,14 @@
 """`flashtree check-lossless`: every drafter x tree against an oracle, prompt by prompt, token by token.
 
-The oracle is transformers' greedy `generate` on the same weights (another implementation), or this engine's own plain
-decoding, with the same seeds where tokens are sampled. fp32 must be identical; other precisions may differ at near-ties
-that the width noise explains.
+    "--sampling", nargs="*", metavar="SETTINGS",
+    help="compare seeded sampling (--oracle plain): temperature=0.7,top_p=0.9 and so on, one engine for all; "
+    "without SETTINGS a matrix of temperatures and filters",
+)  # fmt: skip
+parser.add_argument(
+    "--oracle", default="transformers", metavar="WHAT",
+    help="transformers, plain, or the --json file of another run of this command, as of another layout",
+)  # fmt: skip
+parser.add_argument("--json", metavar="FILE", help="write every comparison and the oracles' tokens to this file")
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ import itertools
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from sampling import SAMPLERS
@@ -45,8 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare seeded sampling (--oracle plain): temperature=0.7,top_p=0.9 and so on, one engine for all; "
         "without SETTINGS a matrix of temperatures and filters",
     )  # fmt: skip
-    parser.add_argument("--oracle", choices=("transformers", "plain"), default="transformers")
-    parser.add_argument("--json", metavar="FILE", help="write every comparison to this file")
+    parser.add_argument(
+        "--oracle", default="transformers", metavar="WHAT",
+        help="transformers, plain, or the --json file of another run of this command, as of another layout",
+    )  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="write every comparison and the oracles' tokens to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
             if sampling not in oracles:
                 _say(f"oracle: {arguments.oracle}, {len(texts)} prompts x {arguments.max_new_tokens}{sampling and ', '}"
                      f"{sampling}")  # fmt: skip
-                oracles[sampling] = _oracle(arguments.oracle, engine, texts, one)
+                oracles[sampling] = _oracle(arguments.oracle, sampling, engine, texts, one)
             began = time.perf_counter()
             found = _check(engine, texts, oracles[sampling], one)
             records += [{"variant": name, "sampling": sampling, **outcome} for outcome in found]
@@ -89,7 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(table(rows))
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as out:
-            json.dump(records, out, indent=1)
+            record = {"prompts": texts, "max_new_tokens": arguments.max_new_tokens, "oracles": oracles}
+            json.dump(record | {"comparisons": records}, out)
     return 1 if wrong else 0
 
 
@@ -169,14 +180,31 @@ def _variants(base: Any, drafts: str, trees: str) -> list[tuple[str, Any]]:
     return found
 
 
-def _oracle(kind: str, engine: Any, texts: list[list[int]], settings: Settings) -> list[list[int]]:
+def _oracle(kind: str, sampling: str, engine: Any, texts: list[list[int]], settings: Settings) -> list[list[int]]:
     if kind == "plain":
         return [c.token_ids for c in engine.generate_plain(texts, settings, progress=True)]
+    if kind != "transformers":
+        return _recorded(kind, sampling, texts, settings)
     from .peers import transformers_greedy, transformers_model
 
     peer, most = transformers_model(engine), settings.max_new_tokens or engine.capacity
     # The context limit ends our outputs; the oracle must stop there too.
     return [transformers_greedy(peer, ids, min(most, engine.capacity - len(ids))) for ids in texts]
+
+
+def _recorded(file: str, sampling: str, texts: list[list[int]], settings: Settings) -> list[list[int]]:
+    """The oracle's tokens in the --json file of an earlier run, of the same prompts and settings."""
+    try:
+        record = json.loads(Path(file).read_text(encoding="utf-8"))
+        prompts, tokens = record["prompts"], record["oracles"].get(sampling)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"--oracle {file}: neither 'transformers' nor 'plain' nor a file that --json has written ({error})"
+        ) from None
+    if tokens is None or (prompts, record["max_new_tokens"]) != (texts, settings.max_new_tokens):
+        raise ValueError(f"--oracle {file}: was written for other prompts, --sampling or another --max-new-tokens")
+    found: list[list[int]] = tokens
+    return found
 
 
 def _check(engine: Any, texts: list[list[int]], oracle: list[list[int]], settings: Settings) -> list[dict[str, Any]]:

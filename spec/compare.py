@@ -209,7 +209,7 @@ def teacher_forced(model: Transformer, text: Sequence[int], prompt: int, width: 
         at = torch.full((1,), start, dtype=torch.int64, device=model.device)
         rows = chain(token=chunk[None], start=at, count=torch.full_like(at, real), rows=size, bound=start)
         hidden = model(rows, cache).hidden[:real]
-        found.append(model.head(hidden if start else hidden[-1:]).float())
+        found.append(model.whole_head(hidden if start else hidden[-1:]).float())
         cache.commit(rows.rectangle(), torch.full_like(at, real))
         start, size = start + real, width
     return torch.cat(found)

@@ -200,8 +200,10 @@ class Engine:
 
     @torch.no_grad()
     def prefill(self, slot: int, request: Request, plain: bool = False) -> None:
-        """Admit a request: run its prompt through the target in chunks and emit the first token."""
-        prompt = torch.tensor(request.prompt_ids, device=self.target.device)
+        """Admit a request: run its prompt through the target in chunks and emit the first token. Only launches."""
+        prompt = torch.tensor(request.prompt_ids)
+        if self.target.device.type == "cuda":  # from pageable memory the copy would wait for all that was launched
+            prompt = prompt.pin_memory().to(self.target.device, non_blocking=True)
         limit = min(len(request.prompt_ids) + request.max_new_tokens, self.capacity)
         self.state.admit(slot, prompt, limit, request.stop_ids, request.sampling)
         self.drafter.reset(slot)

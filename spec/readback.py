@@ -53,6 +53,11 @@ class Readback:
     def __len__(self) -> int:
         return len(self._queue)
 
+    @property
+    def full(self) -> bool:
+        """Whether the oldest must be looked at before anything else is launched: the ring holds no more."""
+        return len(self._queue) >= (RING - 1 if self.lag else 1)
+
     def push(self, owners: Owners) -> None:
         """Queue the round (or prefill) that was launched last.
 

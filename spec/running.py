@@ -25,6 +25,7 @@ class Running:
     Attributes:
         index: the request's number in the caller's list.
         greedy: it wants nothing but the argmax.
+        began: when its prefill was begun, and `first_token_at` when that had run.
         emitted: tokens the device has emitted, those behind a stop string included.
     """
 
@@ -34,24 +35,28 @@ class Running:
     stats: Stats
     plain: bool
     greedy: bool
+    began: float
     first_token_at: float = 0.0
     emitted: int = 0
 
     @classmethod
-    def start(cls, index: int, request: Request, engine: Engine, plain: bool, began: float) -> Running:
-        """Begin the bookkeeping of a request whose prefill has just run."""
-        now = time.perf_counter()
+    def start(cls, index: int, request: Request, engine: Engine, plain: bool) -> Running:
+        """Begin the bookkeeping of a request whose prefill is about to run."""
         stats = Stats(
             prompt_tokens=len(request.prompt_ids),
             draft_tokens_per_step=0 if plain else engine.nodes - 1,
             depth=0 if plain else engine.drafter.depth,
-            prefill_seconds=now - began,
         )
         text = TextStream(engine.tokenizer, request.stop)
         greedy = engine.sampler.always_argmax(request.sampling)
         return cls(
-            index=index, request=request, text=text, stats=stats, plain=plain, greedy=greedy, first_token_at=now
+            index=index, request=request, text=text, stats=stats, plain=plain, greedy=greedy, began=time.perf_counter()
         )  # fmt: skip
+
+    def begin(self) -> None:
+        """The prefill has run."""
+        self.first_token_at = time.perf_counter()
+        self.stats.prefill_seconds = self.first_token_at - self.began
 
     @property
     def committed(self) -> int:

@@ -6,7 +6,6 @@ request's tokens that of `running.py`.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -61,8 +60,9 @@ class _Serving:
         """Until all are done."""
         readback = self.engine.readback
         while self.waiting or self.running:
-            for slot in [s for s in range(self.engine.state.slots) if s not in self.running][: len(self.waiting)]:
-                yield from self._admit(slot)
+            idle = [s for s in range(self.engine.state.slots) if s not in self.running][: len(self.waiting)]
+            if idle:
+                yield from self._admit(idle)
             if self.running:
                 self._launch()
             yield from self._look_at_late()
@@ -71,18 +71,31 @@ class _Serving:
                 if self.late.ended or not self.engine.runs_ahead:
                     yield from self._look_at_late()
 
-    def _admit(self, slot: int) -> Iterator[tuple[int, Piece]]:
-        """Look at everything that was launched, then put the next request into an idle slot."""
+    def _admit(self, idle: list[int]) -> Iterator[tuple[int, Piece]]:
+        """Look at everything that was launched, then put the next requests into idle slots.
+
+        First tokens are looked at late, like rounds: the device goes on with the next prompt meanwhile.
+        """
         engine = self.engine
         yield from self._look_at_late()
         while len(engine.readback):
             yield from self._look(engine.readback.pop())
-        index, request = self.waiting.popleft()
-        began = time.perf_counter()
-        engine.prefill(slot, request, self.plain)
-        engine.readback.push({slot: None})
-        first = engine.readback.pop()
-        self.running[slot] = Running.start(index, request, engine, self.plain, began)
+        begun: deque[tuple[int, Running]] = deque()
+        for slot in idle:
+            index, request = self.waiting.popleft()
+            begun.append((slot, Running.start(index, request, engine, self.plain)))
+            engine.prefill(slot, request, self.plain)
+            engine.readback.push({slot: index})
+            if engine.readback.full:
+                yield from self._start(*begun.popleft())
+        while begun:
+            yield from self._start(*begun.popleft())
+
+    def _start(self, slot: int, live: Running) -> Iterator[tuple[int, Piece]]:
+        """Look at the oldest first token."""
+        first = self.engine.readback.pop()
+        live.begin()
+        self.running[slot] = live
         yield from self._take(slot, first, is_first=True)
 
     def _launch(self) -> None:

@@ -13,7 +13,7 @@ from modelkit.cache import KVCache
 from modelkit.rows import Rows
 from sampling import Acceptance, Draws, NodeContext, SamplingParams, SlotParams
 
-RING = 4
+RING = 8
 # Reasons above LENGTH are LENGTH plus an index into sampling.FAULTS.
 RUNNING, STOPPED, LENGTH = 0, 1, 2
 
@@ -120,8 +120,8 @@ class RoundState(nn.Module):
         self.total[slot] = self.prompt[slot] = prompt.shape[0]
         self.limit[slot] = limit
         self.stop_ids[slot] = -1
-        if stop_ids:
-            self.stop_ids[slot, : len(stop_ids)] = torch.tensor(stop_ids, device=self.total.device)
+        for number, token in enumerate(stop_ids):  # a tensor of them would wait for the device
+            self.stop_ids[slot, number] = token
         self.reason[slot] = RUNNING
         self.pending_count[slot] = 0
         self.sampling.admit(slot, sampling or SamplingParams(), prompt)

@@ -25,8 +25,9 @@ def _once(step: Step, device: torch.device, head_start: bool) -> float:
     torch.cuda.synchronize()
     if head_start:
         torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
-    else:
-        step()  # not timed: in the midst of a run the device is busy when a step is launched
+    # Not timed: in the midst of a run the device is busy when a step is launched, and processes that exchange tensors
+    # have met.
+    step()
     start.record()
     for _ in range(BATCH):
         step()
@@ -58,6 +59,23 @@ def timed(
         found.append(_once(step, device, head_start))
     before()
     return statistics.median(found)
+
+
+@torch.no_grad()
+def launching(step: Step, device: torch.device, *, before: Step = lambda: None) -> float | None:
+    """Milliseconds of the host's time that a launch of the step takes while the device is busy; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    before()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
+    began = time.perf_counter()
+    for _ in range(BATCH):
+        step()
+    ended = time.perf_counter()
+    torch.cuda.synchronize()
+    before()
+    return (ended - began) * 1e3 / BATCH
 
 
 def copy_bandwidth(device: torch.device, repeat: int = 5) -> float:

@@ -6,6 +6,7 @@ Everything else about a command is the same in every process; see docs/concepts/
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import signal
 import sys
@@ -15,11 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
+from modelkit.compile import forget
 from parallel import process
 
 from .cli import interrupted, is_users
 
 WATCH_SECONDS = 1.0
+LEAVE_SECONDS = 10.0  # for parting; all is done by then
 
 
 def run_together(main: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
@@ -45,13 +48,23 @@ def run_together(main: Callable[[argparse.Namespace], int], arguments: argparse.
             if isinstance(path := getattr(arguments, name, None), str):
                 setattr(arguments, name, str(Path(path).with_stem(f"{Path(path).stem}-{process.rank()}")))
     done = threading.Event()
-    threading.Thread(target=_watch, args=[done], daemon=True).start()
+    watch = threading.Thread(target=_watch, args=[done], daemon=True)
+    watch.start()
     try:
         code = main(arguments)
     except BaseException as error:
         _end(error, errors)
     done.set()  # from here on the store may go away
+    watch.join()  # the end of Python does not become a thread that is inside the store
+    # A communicator is destroyed only once no captured graph holds it: NCCL waits for that, without end.
+    forget()
+    gc.collect()
+    late = threading.Timer(LEAVE_SECONDS, os._exit, [code])
+    late.daemon = True
+    late.start()
+    sys.stdout.flush()
     process.leave()
+    late.cancel()
     return code
 
 

@@ -111,6 +111,43 @@ def sums(sizes, repeat):
     return group.symmetric and all(fits(torch.empty(size)) for size in sizes), wrong
 
 
+def order_in_compiled_code():
+    """Collectives of a function as inductor orders them, with a stand-in for symmetric memory; and its results."""
+    from unittest import mock
+
+    from torch._inductor import comms, config
+
+    from parallel.collectives import Group
+    from parallel.symmetric import keep_in_order, symmetric_all_reduce
+
+    process.join("cpu")
+    group, found = Group(everybody()), []
+    symmetric_all_reduce.register_kernel("cpu")(lambda x, name: group.reduce_by_backend(x))
+    keep_in_order()
+
+    def step(x):
+        first = symmetric_all_reduce(x, group.name)
+        gathered = group.all_gather(x)
+        return symmetric_all_reduce(first, group.name), gathered, group.broadcast(x, 1)
+
+    def seen(nodes, *rest):
+        found.extend(node.node.op_overload._opname for node in nodes if comms.contains_collective(node))
+        return decide(nodes, *rest)
+
+    decide = comms.decide_global_ordering_of_comms
+    with mock.patch.object(comms, "decide_global_ordering_of_comms", seen), config.patch(force_disable_caches=True):
+        results = torch.compile(step, fullgraph=True)(torch.ones(4) * (1 + process.rank()))  # noqa: TID251
+    return found, [result.flatten().tolist() for result in results]
+
+
+def compared(tables, prompt, a, b, width):
+    """`compare` of two outputs in every process."""
+    from spec.compare import compare
+
+    found = compare(_built(tables).target, prompt, a, b, width)
+    return found.first_difference, found.gap, found.noise
+
+
 def connect(layout, device):
     """Nothing but errors."""
     LAYOUTS.build(layout).connect(device)

@@ -23,3 +23,10 @@ def test_vocabulary_in_parts(group, sizes, k):
     """NaN, ties over two parts, infinities, more candidates than a part has."""
     for wrong in group(len(sizes)).vocabulary(sizes, k):
         assert not wrong
+
+
+def test_symmetric_sums_keep_their_place_in_compiled_code(group):
+    """Graphs of different stages may be fused differently: what is no collective to inductor may be moved past one."""
+    for order, results in group(2).order_in_compiled_code():
+        assert order == ["symmetric_all_reduce", "all_gather_into_tensor", "symmetric_all_reduce", "broadcast_"]
+        assert results == [[6.0] * 4, [1.0] * 4 + [2.0] * 4, [2.0] * 4]

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from sampling import SAMPLERS
 from spec import Engine
+from spec.compare import compare
 from spec.draft import DRAFTERS
 from spec.tree import TREES
 
@@ -181,3 +182,16 @@ def test_collectives_inside_compiled_steps(group, targets, drafter, single, para
 def test_samplers_that_want_whole_logits(group, targets, drafter, single, name):
     config = tables(targets(2), TENSOR, tree="chain", sampling=HOT | {"name": name}, drafter=drafter)
     check(group, 2, config, single)
+
+
+def test_outputs_are_compared_on_whole_logits(group, targets, drafter, single):
+    """A difference is judged by the logits of both tokens, whoever holds them."""
+    config = tables(targets(2), TENSOR, drafter=drafter)
+    tokens = single(config)[0][0]
+    other = [*tokens[:5], (tokens[5] + 48) % 97, *tokens[6:]]  # in the other process's part
+    found = group(2).compared(config, PROMPTS[0], other, tokens, 8)
+    model = Engine.from_config(config | {"parallel": {"name": "single"}}).target
+    alone = compare(model, PROMPTS[0], other, tokens, 8)
+    for first, gap, noise in found:
+        assert first == alone.first_difference == 5
+        assert gap == pytest.approx(alone.gap, abs=1e-4) and noise < 1e-4

@@ -106,9 +106,14 @@ def test_bench_prints_once(options, tmp_path):
     run = torchrun("-m", "spec.cli", "bench", *arguments[:2], "--set", "engine.max_model_len=200", *steps)
     out, err = run.communicate(timeout=240)
     assert run.returncode == 0, err
-    assert "layout tensor of 2 processes" in out and out.count("plain step") == 1
+    assert "layout tensor of 2 processes" in out and out.count("\nplain step") == 1
     first, second = (json.loads(path.read_text()) for path in (figures, figures.with_stem("figures-1")))
     assert first["config"] == second["config"]
+    # Rows of 64 in fp32: the embedding, two sums a layer.
+    assert {"kind": "all_reduce", "bytes": 256, "count": 9} in first["collectives"]["plain step 1"]
+    assert first["collectives"] == second["collectives"]
+    called = {f"{call['kind']} {call['bytes']}" for calls in first["collectives"].values() for call in calls}
+    assert called == set(first["collective_us"]) and min(first["collective_us"].values()) > 0
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from modelkit.compile import Counters
 from spec import Engine
 from spec.cli import main
+from spec.requests import Request
 from spec.trace import trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:not one token of drafter")]
@@ -102,6 +103,19 @@ def test_no_synchronisation_in_a_round(tiny_targets, tiny_drafters):
     try:
         for _ in range(10):
             step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+
+
+def test_no_synchronisation_in_a_prefill(tiny_targets, tiny_drafters):
+    """A request is admitted without waiting for the rounds of the others."""
+    fast = engine(tiny_targets, tiny_drafters, "ngram", "best_first", "reduce-overhead", "triton")
+    fast.generate(prompts()[:1], max_new_tokens=4, stop_token_ids=[5])  # compiles and captures
+    request = Request(prompt_ids=prompts()[0], max_new_tokens=4, stop_ids=[5, 6])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fast.prefill(0, request)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()

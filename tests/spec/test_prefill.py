@@ -16,6 +16,8 @@ from spec import Engine
 from spec import prefill as prefill_module
 from spec.draft import DRAFTERS
 from spec.prefill import Bucket, context_bounds
+from spec.requests import Settings
+from spec.state import RING
 
 pytestmark = pytest.mark.filterwarnings("ignore:not one token of drafter")
 
@@ -159,3 +161,20 @@ def test_a_lane_is_one_slot_of_the_cache(page_size):
     lane.enter(0)
     lane.commit(torch.arange(6)[None], torch.tensor([0]))
     assert cache.length.tolist() == [0, 0, 9, 0] and lane.length.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_many_prompts_begin_at_once(tiny_targets, tiny_drafters, monkeypatch, lag):
+    """More first tokens on their way than the ring holds; some requests end with theirs."""
+    engine = build(tiny_targets, tiny_drafters, "ngram", "best_first", "none", slots=20)
+    alone = build(tiny_targets, tiny_drafters, "ngram", "best_first", "none", slots=1)
+    monkeypatch.setattr(engine.readback, "lag", lag)  # 1: as on a GPU
+    pushed, most = engine.readback.push, []
+    monkeypatch.setattr(engine.readback, "push", lambda owners: (pushed(owners), most.append(len(engine.readback))))
+    prompts = [random.Random(n).choices(range(97), k=1 + n % 7) for n in range(45)]
+    sizes = [1 + n % 5 for n in range(45)]
+    wanted = [alone.generate([ids], max_new_tokens=n)[0] for ids, n in zip(prompts, sizes, strict=True)]
+    got = engine.generate(prompts, [Settings(max_new_tokens=n) for n in sizes])
+    assert [out.token_ids for out in got] == [out.token_ids for out in wanted]
+    assert [out.stats.per_step_accepted for out in got] == [out.stats.per_step_accepted for out in wanted]
+    assert max(most) == (RING - 1 if lag else 1)
