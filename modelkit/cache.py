@@ -199,11 +199,11 @@ class KVCache(nn.Module):
 
     def reset(self, slot: int) -> None:
         """Forget one slot's content; its pages are zeroed, so that not even a NaN outlives a request."""
-        self.length[slot] = 0
+        self.length[slot].fill_(0)
         pages = self.table[slot]
-        for layer in self.all_layers():
-            layer.k[pages] = 0
-            layer.v[pages] = 0
+        for layer in self.all_layers():  # assigning a number to an index would copy it to the device, and wait
+            layer.k.index_fill_(0, pages, 0)
+            layer.v.index_fill_(0, pages, 0)
 
 
 class Lane(KVCache):
@@ -232,7 +232,7 @@ class Lane(KVCache):
         """Turn to a slot (host side)."""
         self.slot.fill_(slot)
         self.table[0].copy_(self.whole.table[slot])
-        self.length[0].copy_(self.whole.length[slot])
+        self.length[:1].copy_(self.whole.length[slot : slot + 1])
 
     def advance(self, count: Tensor) -> None:
         """Lengthen the slot, here and in the whole cache; `count` is int64 [1]."""

@@ -173,23 +173,23 @@ class SlotParams(nn.Module):
             prompt: int64 [P].
         """
         assert self.features.issuperset(params.features), "Sampler.params refuses such requests"
-        self.temperature[slot] = min(params.temperature, torch.finfo(torch.float32).max)
-        self.seed[slot] = params.seed or 0
+        self.temperature[slot].fill_(min(params.temperature, torch.finfo(torch.float32).max))
+        self.seed[slot].fill_(params.seed or 0)
         for name in ("top_k", "top_p", "min_p"):
             if name in self.features:
-                getattr(self, name)[slot] = min(getattr(params, name), MAX_SEED)
+                getattr(self, name)[slot].fill_(min(getattr(params, name), MAX_SEED))
         if "penalties" in self.features:
             for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-                getattr(self, name)[slot] = getattr(params, name)
+                getattr(self, name)[slot].fill_(getattr(params, name))
             times = torch.zeros(self.vocabulary.size, dtype=torch.int64, device=prompt.device)
             self.in_prompt[slot] = times.index_add_(0, *self.vocabulary.own(prompt, torch.ones_like(prompt))) > 0
-            self.output_count[slot] = 0
+            self.output_count[slot].fill_(0)
         if "logit_bias" in self.features:
-            self.logit_bias[slot] = 0.0
+            self.logit_bias[slot].fill_(0.0)
             biases = {**(params.logit_bias or {}), **dict.fromkeys(params.banned_token_ids, -math.inf)}
             for token, bias in biases.items():
                 if 0 <= token - self.vocabulary.first < self.vocabulary.size:
-                    self.logit_bias[slot, token - self.vocabulary.first] = bias
+                    self.logit_bias[slot, token - self.vocabulary.first].fill_(bias)
 
     def record(self, token: Tensor, count: Tensor) -> None:
         """Count emitted tokens, for the penalties; on the device, in fixed shapes.

@@ -35,6 +35,16 @@ class Round:
         return any(self.reasons[slot] != RUNNING for slot in self.owners)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """A place in the ring, its copy on the host (a tensor, and its numbers), and what tells that the copy is there."""
+
+    device: Tensor
+    host: Tensor
+    numbers: Any
+    event: torch.cuda.Event | None
+
+
 class Readback:
     """A queue of launched rounds whose tokens are on their way to the host.
 
@@ -46,9 +56,17 @@ class Readback:
         self._state = state
         self._cuda = state.total.device.type == "cuda"
         self.lag = 1 if self._cuda else 0
-        self._queue: deque[tuple[Tensor, Any, Owners]] = deque()
+        self._queue: deque[tuple[_Entry, Owners]] = deque()
         self._pushed = 0
-        self._staging = torch.empty(state.ring.shape, dtype=state.ring.dtype, pin_memory=self._cuda)
+        staging = torch.empty(state.ring.shape, dtype=state.ring.dtype, pin_memory=self._cuda)
+        # Made once: views and events are a good part of what a round costs the host.
+        self._entries = [
+            _Entry(
+                device=device, host=host, numbers=host.numpy(),
+                event=torch.cuda.Event() if self._cuda else None,  # type: ignore[no-untyped-call]
+            )
+            for device, host in zip(state.ring, staging, strict=True)
+        ]  # fmt: skip
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -64,25 +82,21 @@ class Readback:
         Args:
             owners: slots that took part, with whatever tells their request.
         """
-        entry = self._pushed % RING
         assert len(self._queue) < RING - 1, "the ring would be overwritten before it is read"
-        staging = self._staging[entry]
-        staging.copy_(self._state.ring[entry], non_blocking=True)
-        event = None
-        if self._cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self._state.ring.device))
-        self._queue.append((staging, event, owners))
+        entry = self._entries[self._pushed % RING]
+        entry.host.copy_(entry.device, non_blocking=True)
+        if entry.event is not None:
+            entry.event.record(torch.cuda.current_stream(entry.device.device))
+        self._queue.append((entry, owners))
         self._pushed += 1
 
     def pop(self) -> Round:
         """The oldest queued round; waits for it."""
-        staging, event, owners = self._queue.popleft()
-        if event is not None:
-            event.synchronize()
-        counts, reasons, *tokens = staging.T.tolist()
-        rows = [list(row[:n]) for row, n in zip(zip(*tokens, strict=True), counts, strict=True)]
-        return Round(tokens=rows, reasons=reasons, owners=owners)
+        entry, owners = self._queue.popleft()
+        if entry.event is not None:
+            entry.event.synchronize()
+        rows = entry.numbers.tolist()
+        return Round(tokens=[row[2 : 2 + row[0]] for row in rows], reasons=[row[1] for row in rows], owners=owners)
 
     def clear(self) -> None:
         """Forget what is in flight, and take the ring up where the state has it (rounds may have run by hand)."""

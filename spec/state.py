@@ -117,19 +117,20 @@ class RoundState(nn.Module):
             raise ValueError(f"{len(stop_ids)} stop ids; at most {self.max_stop_ids} are possible")
         self.cache.reset(slot)
         self.tokens[slot, : prompt.shape[0]] = prompt
-        self.total[slot] = self.prompt[slot] = prompt.shape[0]
-        self.limit[slot] = limit
-        self.stop_ids[slot] = -1
-        for number, token in enumerate(stop_ids):  # a tensor of them would wait for the device
-            self.stop_ids[slot, number] = token
-        self.reason[slot] = RUNNING
-        self.pending_count[slot] = 0
+        # Filled, here and below: an assigned number is copied to the device, and the host waits for that.
+        for tensor, number in (
+            (self.total, prompt.shape[0]), (self.prompt, prompt.shape[0]), (self.limit, limit), (self.stop_ids, -1),
+            (self.reason, RUNNING), (self.pending_count, 0),
+        ):  # fmt: skip
+            tensor[slot].fill_(number)
+        for number, token in enumerate(stop_ids):
+            self.stop_ids[slot, number].fill_(token)
         self.sampling.admit(slot, sampling or SamplingParams(), prompt)
-        self.active[slot] = True
+        self.active[slot].fill_(True)
 
     def retire(self, slot: int) -> None:
         """End whatever is in a slot (host side)."""
-        self.active[slot] = False
+        self.active[slot].fill_(False)
 
     def emit(self, accepted: Acceptance) -> Tensor:
         """Take over a round's tokens, cut at stop ids and limits; ends slots that are done, or whose logits failed.

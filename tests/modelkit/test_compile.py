@@ -1,7 +1,9 @@
 """Where compiled code is kept, and what compiled steps depend on (traced only: no C++ compiler and no GPU needed)."""
 
 import functools
+import gc
 import os
+import weakref
 
 import pytest
 import torch
@@ -58,10 +60,20 @@ def test_a_folder_that_cannot_be_made_is_no_error(monkeypatch, tmp_path):
     assert folders() == (None, None)
 
 
-def test_gradient_mode_of_the_caller_does_not_matter(monkeypatch):
-    trace = functools.partial(own_compile, backend="eager", fullgraph=True, dynamic=False)
-    monkeypatch.setattr(torch, "compile", lambda step, **how: trace(step))
+@pytest.fixture
+def traced(monkeypatch):
+    """Compiled by a backend that runs what was traced, with the checks that were asked for."""
     torch._dynamo.reset()
+
+    def trace(step, *, options, **how):
+        return own_compile(step, backend="eager", options={"guard_filter_fn": options["guard_filter_fn"]}, **how)
+
+    monkeypatch.setattr(torch, "compile", trace)
+    yield
+    torch._dynamo.reset()
+
+
+def test_gradient_mode_of_the_caller_does_not_matter(traced):
     state = torch.zeros(3)
     step = compile_step(lambda: state.add_(1), "default")
     before = Counters.read().graphs
@@ -70,6 +82,38 @@ def test_gradient_mode_of_the_caller_does_not_matter(monkeypatch):
         step()
     assert Counters.read().graphs == before + 1
     assert state.tolist() == [2, 2, 2]
+
+
+def test_steps_of_one_function_are_told_apart_without_checks(traced):
+    """Two owners, two arguments each, called in turn: each runs what it was traced with; nothing is traced again."""
+
+    class Owner:
+        def __init__(self, scale):
+            self.scale, self.state = scale, torch.zeros(2)
+
+        def step(self, rows):
+            self.state[:rows] += rows * self.scale
+
+    owners = [Owner(1), Owner(10)]
+    before = Counters.read().graphs
+    steps = [compile_step(functools.partial(owner.step, rows), "default") for owner in owners for rows in (1, 2)]
+    for step in steps * 3:
+        step()
+    assert [owner.state.tolist() for owner in owners] == [[9, 6], [90, 60]]
+    assert Counters.read().graphs == before + 4
+    owners[0].scale = 5  # what a step was traced with does not change; if it did, nobody would notice
+    steps[0]()
+    assert owners[0].state.tolist() == [10, 6]
+
+
+def test_a_step_nobody_holds_is_forgotten(traced):
+    state = torch.zeros(1)
+    watched = weakref.ref(state)
+    step = compile_step(functools.partial(torch.Tensor.add_, state, 1), "default")
+    step()
+    del step, state
+    gc.collect()
+    assert watched() is None
 
 
 def test_unknown_mode_is_refused():

@@ -10,11 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelkit import load_model
-from sampling import SAMPLERS
+from sampling import SAMPLERS, SamplingParams
+from sampling.params import FEATURES
 from spec import Engine
 from spec.draft import DRAFTERS
+from spec.requests import Request
 from spec.tree import TREES
 
 # Settings under test by registered name, several by label; an entry that is not here runs by its defaults.
@@ -198,6 +201,43 @@ def test_an_engine_remembers_nothing(case):
         check(out, ids, case.greedy(ids, 10), "length", engine)
         assert out.stats.per_step_accepted == fresh[len(ids)].stats.per_step_accepted
         assert engine.generate_plain([MIDDLE], max_new_tokens=3)[0].token_ids == case.greedy(MIDDLE, 3)
+
+
+class Waits(TorchDispatchMode):
+    """Finds what makes the host of a GPU wait: numbers copied there one by one, and numbers read."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        name = operation.overloadpacket.__name__
+        source = {"copy_": args[1:2], "index_put_": args[2:3]}.get(name, ())
+        if name == "_local_scalar_dense" or any(given.dim() == 0 for given in source):
+            self.found.append(name)
+        return operation(*args, **kwargs or {})
+
+
+def test_a_request_is_admitted_without_waiting(case, lab, monkeypatch):
+    """Neither buffers nor caches are set in a way that would wait for the rounds of other requests."""
+    everything = {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 1.0, "seed": 1,
+        "logit_bias": {3: 1.0}, "banned_token_ids": (4,),
+    }  # fmt: skip
+    monkeypatch.setitem(SAMPLING_SETTINGS, "gumbel", {"filters": list(FEATURES)})
+    for engine, params in ((case.engine, {}), (case.fresh(sampling="gumbel"), everything)):
+        for name in ("chunk_step", "first_step"):  # what the device does is another matter
+            monkeypatch.setattr(engine.prefiller, name, lambda *_: lambda: None)
+        request = Request(prompt_ids=LONG, max_new_tokens=3, stop_ids=[5, 6], sampling=SamplingParams(**params))
+        with Waits() as waits:
+            engine.prefill(1, request)
+            engine.state.retire(1)
+        assert not waits.found
+        engine.state.total[1] = 0
+    with Waits() as waits:
+        case.engine.state.total[1] = 0
+        case.engine.state.cache.layer(0).k[torch.tensor([1])] = 0
+    assert waits.found == ["copy_", "index_put_"], "PyTorch assigns in another way now"
 
 
 def as_on_a_gpu(engine, lag, monkeypatch):

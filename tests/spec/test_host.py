@@ -176,7 +176,7 @@ def traced(monkeypatch):
     """`torch.compile` that traces in full and runs what it traced; the steps it was given."""
     steps, real = [], torch.compile  # noqa: TID251 (a test of what modelkit/compile.py relies on)
 
-    def compile(step, *, mode, fullgraph, dynamic):
+    def compile(step, *, options, fullgraph, dynamic):
         assert fullgraph and not dynamic
         steps.append(step)
         return real(step, backend="eager", fullgraph=True, dynamic=False)
