@@ -28,8 +28,9 @@ class Comparison:
     Attributes:
         identical: token for token.
         first_difference: index of the first token that differs, None if identical.
-        gap: larger of the two tokens' gaps at that place in the two widths: of logits or, where tokens are sampled, of
-            the scores whose argmax they are. Where a filter removes one of them: see `filter_gap`.
+        gap: how far either token is from being the choice in either width at that place: the difference of logits or,
+            where tokens are sampled, of the scores whose argmax they are, or the distance to a filter's border. See
+            `shortfall`.
         noise: largest logit difference between the two widths anywhere on this text, in the gap's unit.
     """
 
@@ -88,11 +89,7 @@ def compare(
     if isinstance(sampler, Gumbel) and params is not None and not sampler.always_argmax(params):
         unit = max(params.repetition_penalty, 1 / params.repetition_penalty) / (params.temperature or 1.0)
         chosen = functools.partial(scores, sampler, params, prompt_ids, a[:first])
-    pair = a[first], b[first]
-    found = [chosen(row) for row in rows]
-    gap = max(float((score[pair[0]] - score[pair[1]]).abs()) for score in found)
-    if not all(score[token] > -torch.inf for score in found for token in pair):
-        gap = filter_gap(chosen, rows, pair, unit)
+    gap = max(shortfall(chosen, row, token, unit) for row in rows for token in (a[first], b[first]))
     return Comparison(identical=False, first_difference=first, gap=gap, noise=noise * unit)
 
 
@@ -100,55 +97,64 @@ def _same(logits: Tensor) -> Tensor:
     return logits
 
 
-def filter_gap(chosen: Callable[[Tensor], Tensor], rows: Sequence[Tensor], pair: Sequence[int], unit: float) -> float:
-    """How near two widths are to choosing each other's token where a filter removes one of them.
+def shortfall(chosen: Callable[[Tensor], Tensor], logits: Tensor, token: int, unit: float) -> float:
+    """By how much logits have to move against each other for a token to be the choice.
 
-    Then the tokens' scores may be far apart, and what rounding has to explain is that the filter's border lies between
-    the widths. Of noise up to e in each logit, the worst for a removed token lowers all better ones by 2 e against it:
-    that is what min-p, top-k and top-p measure a token by.
+    It has to be kept by the filters, and each token with a better score has to come down to it or to be removed by
+    them. Filters measure a token by those that are better: of noise, the worst for it is that which raises all these.
 
     Args:
-        chosen: logits [V] to the scores whose argmax is the token, -inf for what is removed.
-        rows: each width's logits [V].
-        pair: each width's token.
+        chosen: logits [V] to the scores whose argmax is the choice, -inf for what is removed.
+        logits: [V].
+        token: which.
         unit: of scores, in logits.
 
     Returns:
-        The most by which logits have to be lowered for either width to keep either token, or a token's score is below
-        the best one in its own width then; in the scores' unit. inf: it is not the filter.
+        0 for the choice itself; in the scores' unit. inf: nothing of the kind would help.
     """
-    worst = 0.0
-    for row, own in zip(rows, pair, strict=True):
-        for token in pair:
-            by = _lowered_by(chosen, row, token)
-            worst = max(worst, by * unit)
-            if token == own and by < torch.inf:
-                score = chosen(_lowered(row, token, by))
-                worst = max(worst, float(score.max() - score[token]))
+    into = _least(lambda by: bool(chosen(_lowered(logits, token, by))[token] > -torch.inf))
+    if into == torch.inf:
+        return into
+    logits = _lowered(logits, token, into)
+    score, worst = chosen(logits), into * unit
+    for other in score.argsort(descending=True).tolist():
+        ahead = float(score[other] - score[token])
+        if not ahead > worst:
+            break
+        out = _least(functools.partial(_removed, chosen, logits, other))
+        worst = max(worst, min(ahead, out * unit))
     return worst
 
 
+def _removed(chosen: Callable[[Tensor], Tensor], logits: Tensor, token: int, by: float) -> bool:
+    return bool(chosen(_raised(logits, token, by))[token] == -torch.inf)
+
+
 def _lowered(logits: Tensor, token: int, by: float) -> Tensor:
+    """With all that is better than a token brought down."""
     return torch.where(logits > logits[token], logits - by, logits)
 
 
-def _lowered_by(chosen: Callable[[Tensor], Tensor], logits: Tensor, token: int) -> float:
-    """The least by which all better tokens have to be lowered for this one to be kept."""
+def _raised(logits: Tensor, token: int, by: float) -> Tensor:
+    """With all that is better than a token, or becomes so, brought up."""
+    raised = torch.where(logits > logits[token] - by, logits + by, logits)
+    raised[token] = logits[token]
+    return raised
 
-    def kept(by: float) -> bool:
-        return bool(chosen(_lowered(logits, token, by))[token] > -torch.inf)
 
-    if kept(0.0):
+def _least(holds: Callable[[float], bool]) -> float:
+    """The least of the numbers from which on something holds, to a part in 500; inf if it is beyond 64."""
+    if holds(0.0):
         return 0.0
     high = 2.0**-10
-    while not kept(high):
+    while not holds(high):
         high *= 2
         if high > 64:
             return float("inf")
     low = high / 2 if high > 2.0**-10 else 0.0
     for _ in range(8):
         middle = (low + high) / 2
-        low, high = (low, middle) if kept(middle) else (middle, high)
+        low, high = (low, middle) if holds(middle) else (middle, high)
     return high
 
 

@@ -62,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{line}\n")  # at once, as other processes write there too
+    sys.stderr.flush()
 
 
 def _check_evaluation(config: TrainingConfig, output: Path, arguments: argparse.Namespace) -> None:
@@ -135,11 +136,11 @@ def _train(
 def _evaluate(config: TrainingConfig, output: Path, arguments: argparse.Namespace, rank: int) -> None:
     from .training.evaluate import evaluate, report, write_json
 
-    say = (lambda line: None) if rank else _say
     if not config.evaluate.prompts:
-        say(f"drafter: {output} (not evaluated: no [evaluate] prompts)")
+        if not rank:
+            _say(f"drafter: {output} (not evaluated: no [evaluate] prompts)")
         return
-    records = evaluate(output, config.target, config.compile, config.evaluate, say)
+    records = evaluate(output, config.target, config.compile, config.evaluate, _say)
     if records is None:
         return
     print(f"{output}, {config.evaluate.max_new_tokens} new tokens")

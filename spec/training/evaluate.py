@@ -18,6 +18,7 @@ from torch import Tensor
 
 from modelkit import ModelConfig
 from parallel.beside import Beside
+from parallel.process import rank
 from sampling import SAMPLERS, Acceptance, Draws
 
 from ..config import CompileConfig, EngineConfig, GenerateConfig, TargetConfig
@@ -32,6 +33,8 @@ from ..tree import TREES
 from ..types import Proposal, Verified
 from .config import EvaluateConfig
 from .loops import find_loop
+
+NAMES = ("drafter", "tree", "budget", "sampler", "temperature")  # of a run, in its record
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,7 +162,7 @@ def evaluate(
         target: what it drafts for.
         compile_config: only the kernels are taken from it.
         config: prompts, budgets, lengths, samplers, temperatures.
-        say: called with lines of text.
+        say: called with lines of text, one for each run that is done.
 
     Returns:
         A record for each run, in the order of `runs`: names, budget, temperature, figures. None in all processes but
@@ -173,7 +176,7 @@ def evaluate(
     files = zip(names, config.prompts, strict=True)
     prompts = in_turn([[(name, p) for p in pick_prompts([file], config.limit)] for name, file in files])[: config.limit]
     todo, left_out = runs(drafter, target, compile_config, config)
-    for line in left_out:
+    for line in left_out if rank() == 0 else ():
         say(line)
     folder = target_source(target.path, say)
     shape = ModelConfig.from_folder(folder)
@@ -187,12 +190,18 @@ def evaluate(
     order = sorted(range(len(todo)), key=lambda index: _length(todo[index]), reverse=True)
     for turn in beside.turns(len(order)):
         run = dataclasses.replace(todo[order[turn]], engine=sizes)
-        found[order[turn]] = _record(run, prompts, encoded, config.max_new_tokens, say)
+        record = found[order[turn]] = _record(run, prompts, encoded, config.max_new_tokens, say)
+        say(f"{turn + 1} of {len(order)}: {_name(record)}: acceptance length {record['mean_acceptance_length']:.2f} in "
+            f"{record['seconds']:.0f} s")  # fmt: skip
     everything = beside.gathered(found)
     if everything is None:
         return None
     records = {index: record for part in everything for index, record in part.items()}
     return [records[index] for index in sorted(records)]
+
+
+def _name(record: dict[str, Any]) -> str:
+    return " ".join(str(record[name]) for name in NAMES)
 
 
 def _length(run: GenerateConfig) -> tuple[bool, float, int]:
@@ -234,13 +243,12 @@ def _record(
 
 def report(records: list[dict[str, Any]]) -> str:
     """Records as text: a line for each tree, then what the drafter got right at each depth."""
-    names = ("drafter", "tree", "budget", "sampler", "temperature")
-    rows = [[*names, "tokens", "rounds", "acceptance length", "without loops", "looping"]]
+    rows = [[*NAMES, "tokens", "rounds", "acceptance length", "without loops", "looping"]]
     for r in records:
         without = r["mean_acceptance_length_without_loops"]
         lengths = f"{r['mean_acceptance_length']:.2f}", "-" if without is None else f"{without:.2f}"
         loops = f"{r['looping']} of {r['prompts']}"
-        rows.append([*(str(r[name]) for name in names), str(r["tokens"]), str(r["rounds"]), *lengths, loops])
+        rows.append([*(str(r[name]) for name in NAMES), str(r["tokens"]), str(r["rounds"]), *lengths, loops])
     files = list(records[0]["by_file"]) if records else []
     if len(files) > 1:
         rows = [[*row, *(files if r is None else (f"{r['by_file'][f]:.2f}" for f in files))]
@@ -249,7 +257,7 @@ def report(records: list[dict[str, Any]]) -> str:
 
     def line(record: dict[str, Any], kind: str) -> str:
         shares = " ".join("  - " if share is None else f"{share:.2f}" for share in record[kind])
-        return f"{' '.join(str(record[name]) for name in names)}, {kind.replace('_', ' ')}: {shares}"
+        return f"{_name(record)}, {kind.replace('_', ' ')}: {shares}"
 
     kinds = ("acceptance_rate_per_position", "on_spine", "off_spine")
     lines = [line(record, kind) for record in records for kind in kinds if kind in record]

@@ -278,7 +278,7 @@ def test_check_lossless_of_seeded_sampling(folder, prompts, tmp_path, capsys):
     assert main(["check-lossless", *where, *how, "--json", str(found), "--sampling", *settings]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.endswith("pass")]
     assert [line[3] for line in lines] == settings and all(line[4:6] == ["2", "2"] for line in lines)
-    records = json.loads(found.read_text())
+    records = json.loads(found.read_text())["comparisons"]
     assert [(r["sampling"], r["prompt"]) for r in records] == [(one, n) for one in settings for n in range(2)]
     assert main(["check-lossless", *where, *how, "--limit", "1", "--sampling"]) == 0
     out = capsys.readouterr().out

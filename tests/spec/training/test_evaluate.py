@@ -118,6 +118,8 @@ def test_processes_share_the_runs(torchrun, options, tiny_targets, tiny_drafters
     found = json.loads((tmp_path / "found.json").read_text())
     assert len(found) == 3 * 4 and alone is not None
     assert [r | {"seconds": 0} for r in found] == [r | {"seconds": 0} for r in alone]
+    turns = re.findall(r"^(\d+) of 12: (.*): acceptance length", done.stderr, re.M)
+    assert sorted(int(turn) for turn, _ in turns) == list(range(1, 13)) and len({name for _, name in turns}) == 12
     lines = [line for line in done.stdout.splitlines() if " of 2" in line]
     assert [line.split()[:5] for line in lines] == [
         [str(r[name]) for name in ("drafter", "tree", "budget", "sampler", "temperature")] for r in alone
