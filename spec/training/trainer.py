@@ -2,7 +2,8 @@
 
 Everything drawn at a step follows from the seed, the step and the process alone, so a checkpoint is weights, optimiser
 state and a step number. Weights and optimiser are fp32; the arithmetic is bf16 unless the target is fp32. Several
-processes (torchrun) share the work by DDP: drafters are small, so sharding their weights would gain nothing.
+processes (torchrun) share the work by data parallelism: drafters are small, so sharding their weights would gain
+nothing, and neither would overlapping the one sum of their gradients with anything.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import os
 import pickle
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ from torch import Tensor, nn
 
 from modelkit.compile import compile_function
 from modelkit.model import Transformer
-from modelkit.rows import flatten, pack_bits
 
 from ..draft.dflash_config import DFlashConfig
 from ..draft.dflash_model import DFlashModel
-from .blocks import Attend, Blocks, Visibility, dense_attention, draft_hidden, draw_anchors, flex_attention, make_blocks
+from .attention import attention_of
+from .blocks import Blocks, draft_hidden, draw_anchors, make_blocks
 from .config import OptimiserConfig, TrainingConfig
+from .features import target_features
 from .folder import write_folder
 from .loss import LOSSES, Head, Loss, Outcome, acceptance, block_loss, make_chunk_loss, spine_counts
 from .packing import Batch, Batches, Corpus
@@ -41,30 +43,15 @@ SPREAD = 0.02  # of fresh matrices, as Qwen3's own
 FREE = ("checkpoint_every", "log_every", "chunk_blocks", "attention", "compile")
 
 
-def target_features(target: Transformer, taps: tuple[int, ...], batch: Batch) -> Tensor:
-    """The tapped layers' outputs at every token, [S, T, K * H]; documents do not see each other."""
-    slots, length = batch.token.shape
-    local = torch.arange(length, device=batch.token.device)
-    seen = (local <= local[:, None]) & (batch.document[:, :, None] == batch.document[:, None])
-    rows = flatten(
-        token=batch.token, parent=(local - 1).expand(slots, length), valid=batch.document >= 0,
-        ancestors=pack_bits(seen), position=batch.position, count=torch.full_like(batch.token[:, 0], length),
-        rows=slots * length, bound=0,
-    )  # fmt: skip
-    features: Tensor | None = target(rows, None, taps).taps
-    assert features is not None
-    return features.view(slots, length, -1)
-
-
 class DraftLoss(nn.Module):
-    """Drafter and loss as one module, so that DDP sees a forward that ends in a scalar.
+    """Drafter and loss.
 
     Args:
         drafter: its parameters are the only ones.
         target: its embedding and head are read, frozen.
         loss: the strategy.
         config: how to run it.
-        compiled: compile the loss and attention.
+        compiled: compile the drafter and the loss.
     """
 
     def __init__(
@@ -80,35 +67,22 @@ class DraftLoss(nn.Module):
             cap=published.final_logit_softcapping,
         )  # fmt: skip
         self.chunk_loss = compile_function(make_chunk_loss(loss, head), compiled)
-        self.attention = attention_of(config.attention, target.device, compiled)
+        self.attention = attention_of(config.attention, target.device)
+        self.hidden = compile_function(self._hidden, compiled)
+
+    def _hidden(self, batch: Batch, features: Tensor, blocks: Blocks) -> Tensor:
+        """[N, L, H]; the anchors' own rows predict nothing and are left out."""
+        embedded = F.embedding(blocks.token, self._embedding[0]) * self.drafter.config.input_embedding_scale
+        hidden = draft_hidden(self.drafter, features, embedded, batch, blocks, self.attention)
+        return hidden[:, :, 1:].flatten(0, 1)
 
     def forward(self, batch: Batch, features: Tensor, blocks: Blocks) -> Outcome:
         """Loss of the batch's blocks; arguments as in `draft_hidden`."""
-        embedded = F.embedding(blocks.token, self._embedding[0]) * self.drafter.config.input_embedding_scale
-        hidden = draft_hidden(self.drafter, features, embedded, batch, blocks, self.attention)
-        # The anchor's own row predicts nothing.
         return block_loss(
-            hidden[:, :, 1:].flatten(0, 1), blocks.label[:, :, 1:].flatten(0, 1), blocks.real[:, :, 1:].flatten(0, 1),
-            loss=self.loss, chunk_loss=self.chunk_loss, chunk_blocks=self.chunk_blocks,
+            self.hidden(batch, features, blocks), blocks.label[:, :, 1:].flatten(0, 1),
+            blocks.real[:, :, 1:].flatten(0, 1), loss=self.loss, chunk_loss=self.chunk_loss,
+            chunk_blocks=self.chunk_blocks,
         )  # fmt: skip
-
-
-def attention_of(name: str, device: torch.device, compiled: bool) -> Callable[[Visibility], Attend]:
-    """The attention path by name.
-
-    Raises:
-        ValueError: flex attention on a device where it has no backward.
-    """
-    if name == "auto":
-        name = "flex" if device.type == "cuda" else "dense"
-    if name == "dense":
-        return dense_attention
-    if device.type != "cuda":
-        raise ValueError(f"attention = 'flex': flex attention has no backward on '{device}'; use 'dense'")
-    from torch.nn.attention.flex_attention import flex_attention as kernel
-
-    compiled_kernel = compile_function(kernel, compiled)
-    return lambda visibility: flex_attention(visibility, compiled_kernel)
 
 
 def fresh_drafter(published: DFlashConfig, hidden: int, seed: int) -> DFlashModel:
@@ -174,9 +148,10 @@ class Trainer:
         self.drafter.prepare()
         compiled = target.device.type == "cuda" if train.compile is None else train.compile
         loss = LOSSES.get(config.loss.name)(config.loss.config)  # type: ignore[call-arg]
-        self.model: nn.Module = DraftLoss(self.drafter, target, loss, train, compiled)
-        if world > 1:
-            self.model = nn.parallel.DistributedDataParallel(self.model)
+        self.model = DraftLoss(self.drafter, target, loss, train, compiled)
+        self.features = compile_function(
+            partial(target_features, target, self.taps, attention=self.model.attention), compiled
+        )
         self.optimiser = torch.optim.AdamW(
             [
                 {"params": [p for p in self.drafter.parameters() if p.dim() > 1], "weight_decay": train.weight_decay},
@@ -239,6 +214,14 @@ class Trainer:
         anchor, drawn = draw_anchors(batch, self.train_config.anchors, generator)
         return make_blocks(batch, anchor, drawn, block=self.block, mask_token=self.mask_token)
 
+    def outcome(self, batch: Batch, blocks: Blocks) -> Outcome:
+        """What the drafter makes of a batch's blocks, ready for backward."""
+        with torch.no_grad():
+            features = self.features(batch)
+        with torch.autocast(features.device.type, torch.bfloat16, enabled=self.target.dtype != torch.float32):
+            outcome: Outcome = self.model(batch, features, blocks)
+        return outcome
+
     def run_step(self) -> dict[str, Tensor]:
         """One optimiser step.
 
@@ -248,19 +231,27 @@ class Trainer:
         train, device = self.train_config, self.target.device
         batch = self.batches[self.step].to(device)
         blocks = self.blocks(self.step, batch)
-        with torch.no_grad():
-            features = target_features(self.target, self.taps, batch)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.target.dtype != torch.float32):
-            outcome: Outcome = self.model(batch, features, blocks)
+        outcome = self.outcome(batch, blocks)
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate(train, self.step)
         self.optimiser.zero_grad(set_to_none=True)
         torch.autograd.backward(outcome.loss)
+        self._average()
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), train.clip)
         self.optimiser.step()
         self.step += 1
         accuracy, length = acceptance(outcome)
         return {"loss": outcome.loss.detach(), "norm": norm, "accuracy": accuracy, "acceptance_length": length}
+
+    def _average(self) -> None:
+        """Give every process the mean of all gradients."""
+        if self.world == 1:
+            return
+        gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
+        flat = torch.cat([g.flatten() for g in gradients])
+        torch.distributed.all_reduce(flat)
+        parts = torch.split(flat / self.world, [g.numel() for g in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 
     def run_all(self, stop_after: int | None = None) -> None:
         """Train from the step at hand to the last one, or to `stop_after`; ends with a checkpoint.
@@ -290,7 +281,6 @@ class Trainer:
                 if self.step % train.checkpoint_every == 0 or self.step == end:
                     self.save()
 
-    @torch.no_grad()
     def _measure(self) -> None:
         """Figures of the documents that were not trained on: into the log, and the discount into the drafter's file.
 
@@ -306,10 +296,7 @@ class Trainer:
         counts, lengths = torch.zeros(2, 2, dtype=torch.int64, device=device), []
         for step in range(min(batches.steps_of_an_epoch, MEASURED)):
             batch = batches[step].to(device)
-            blocks = self.blocks(step, batch)
-            features = target_features(self.target, self.taps, batch)
-            with torch.autocast(device.type, torch.bfloat16, enabled=self.target.dtype != torch.float32):
-                outcome: Outcome = self.model(batch, features, blocks)
+            outcome = self.outcome(batch, self.blocks(step, batch))
             counts += spine_counts(outcome)
             lengths.append(acceptance(outcome)[1])
         (on, on_right), (off, off_right) = counts.tolist()

@@ -17,18 +17,13 @@ from spec.draft.dflash import DFlashDrafter  # noqa: E402
 from spec.draft.dflash_config import DFlashConfig  # noqa: E402
 from spec.draft.dflash_model import DFlashModel  # noqa: E402
 from spec.training import trainer  # noqa: E402
-from spec.training.blocks import (  # noqa: E402
-    Visibility,
-    dense_attention,
-    draft_hidden,
-    draw_anchors,
-    flex_attention,
-    make_blocks,
-)  # fmt: skip
+from spec.training.attention import TextVisibility, dense_attention, flex_attention  # noqa: E402
+from spec.training.blocks import BlockVisibility, draft_hidden, draw_anchors, make_blocks  # noqa: E402
 from spec.training.config import OptimiserConfig  # noqa: E402
+from spec.training.features import target_features  # noqa: E402
 from spec.training.loss import LOSSES  # noqa: E402
 from spec.training.packing import Batch  # noqa: E402
-from spec.training.trainer import DraftLoss, target_features  # noqa: E402
+from spec.training.trainer import DraftLoss  # noqa: E402
 
 KINDS = {
     "bidirectional": {},
@@ -163,7 +158,7 @@ def test_a_block_learns_from_its_own_rows_and_the_text_before_its_anchor(kind, t
 def test_inside_a_block(batch):
     visible = {}
     for causal in (False, True):
-        visibility = Visibility(
+        visibility = BlockVisibility(
             document=batch.document, anchor=torch.tensor(ANCHORS), block=tiny.BLOCK, causal=causal, window=None
         )
         mask = visibility.dense()[0, 0, :, LENGTH:]
@@ -177,16 +172,15 @@ def test_inside_a_block(batch):
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 5), (False, 3)])
 @torch.no_grad()
 def test_flex_attention_sees_what_the_mask_shows(batch, causal, window):
-    from torch.nn.attention.flex_attention import flex_attention as kernel
-
-    visibility = Visibility(
+    blocks = BlockVisibility(
         document=batch.document, anchor=torch.tensor(ANCHORS), block=tiny.BLOCK, causal=causal, window=window
     )
-    rows, generator = visibility.rows, torch.Generator().manual_seed(1)
-    q = torch.randn(2, 6, rows, 16, generator=generator)
-    k, v = (torch.randn(2, 2, LENGTH + rows, 16, generator=generator) for _ in range(2))
-    expected = dense_attention(visibility)(q, k, v, 0.3)
-    torch.testing.assert_close(flex_attention(visibility, kernel)(q, k, v, 0.3), expected, rtol=1e-4, atol=1e-5)
+    text, generator = TextVisibility(document=batch.document, window=window), torch.Generator().manual_seed(1)
+    for visibility in (blocks, text):
+        q = torch.randn(2, 6, visibility.rows, 16, generator=generator)
+        k, v = (torch.randn(2, 2, visibility.keys, 16, generator=generator) for _ in range(2))
+        expected = dense_attention(visibility)(q, k, v, 0.3)
+        torch.testing.assert_close(flex_attention(visibility)(q, k, v, 0.3), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_labels_are_the_tokens_at_the_same_positions(batch):

@@ -15,7 +15,7 @@ from modelkit.compile import Counters  # noqa: E402
 from spec.training.config import load_training_config  # noqa: E402
 from spec.training.folder import published_config  # noqa: E402
 from spec.training.store import Document, Store, target_identity  # noqa: E402
-from spec.training.trainer import Trainer, target_features  # noqa: E402
+from spec.training.trainer import Trainer  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -63,9 +63,7 @@ def test_flex_attention_and_the_compiled_loss_give_the_dense_gradients(kind, tmp
     ):
         run = trainer(tmp_path, "float32", kind | changes)
         batch = run.batches[0].to(run.target.device)
-        with torch.no_grad():
-            features = target_features(run.target, run.taps, batch)
-        outcome = run.model(batch, features, run.blocks(0, batch))
+        outcome = run.outcome(batch, run.blocks(0, batch))
         outcome.loss.backward()
         gradients.append([outcome.loss.detach(), *(p.grad for p in run.drafter.parameters())])
     for flex, dense in zip(*gradients, strict=True):

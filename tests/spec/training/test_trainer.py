@@ -23,7 +23,7 @@ from spec.sources import shapes  # noqa: E402
 from spec.training.config import OptimiserConfig, load_training_config  # noqa: E402
 from spec.training.folder import default_taps, parameter_count, published_config  # noqa: E402
 from spec.training.store import Document, Store, target_identity  # noqa: E402
-from spec.training.trainer import Trainer, fresh_drafter, learning_rate, target_features  # noqa: E402
+from spec.training.trainer import Trainer, fresh_drafter, learning_rate  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +290,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(target, data, tmp_path):
         run.run_all()
 
 
-def test_two_processes_step_by_their_mean_gradient(target, data, tmp_path, monkeypatch):
+def test_two_processes_step_by_their_mean_gradient(target, data, tmp_path):
     """One step under torchrun against the same step by hand."""
     changes = {"train.steps": 1, "train.sequences": 1}
     config = tmp_path / "train.toml"
@@ -304,12 +304,10 @@ def test_two_processes_step_by_their_mean_gradient(target, data, tmp_path, monke
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(root)})
     assert done.returncode == 0, done.stderr
-    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", lambda module: module)
     ranks = [trainer(target, data, tmp_path / "hand", changes, rank=rank, world=2) for rank in range(2)]
     for run in ranks:
         batch = run.batches[0]
-        features = target_features(run.target, run.taps, batch)
-        run.model(batch, features, run.blocks(0, batch)).loss.backward()
+        run.outcome(batch, run.blocks(0, batch)).loss.backward()
     first, second = (list(run.drafter.parameters()) for run in ranks)
     assert not torch.equal(first[0].grad, second[0].grad)
     for a, b in zip(first, second, strict=True):
