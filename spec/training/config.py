@@ -133,6 +133,7 @@ class OptimiserConfig:
         sequence_length: tokens of a packed sequence.
         sequences: of a step and process.
         anchors: blocks of a sequence; drawn anew whenever it is read.
+        optimiser: "muon" or "adamw", of matrices; norms get AdamW. Good rates are of a size.
         learning_rate: at its highest.
         warmup: part of the steps over which the rate rises.
         weight_decay: of matrices.
@@ -150,7 +151,8 @@ class OptimiserConfig:
     sequence_length: int = 1024
     sequences: int = 8
     anchors: int = 64
-    learning_rate: float = 6e-4
+    optimiser: Literal["muon", "adamw"] = "muon"
+    learning_rate: float = 1e-3
     warmup: float = 0.04
     weight_decay: float = 0.01
     clip: float = 1.0

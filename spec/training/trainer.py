@@ -33,6 +33,7 @@ from .config import OptimiserConfig, TrainingConfig
 from .features import target_features
 from .folder import write_folder
 from .loss import LOSSES, Head, Loss, Outcome, acceptance, block_loss, make_chunk_loss, spine_counts
+from .optimiser import learning_rate, make_optimisers
 from .packing import Batch, Batches, Corpus
 
 CHECKPOINT = "checkpoint.pt"
@@ -98,14 +99,6 @@ def fresh_drafter(published: DFlashConfig, hidden: int, seed: int) -> DFlashMode
     return model
 
 
-def learning_rate(config: OptimiserConfig, step: int) -> float:
-    """Linear warm-up, then a cosine down to 0 behind the last step."""
-    warm = math.ceil(config.warmup * config.steps)
-    if step < warm:
-        return config.learning_rate * (step + 1) / warm
-    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(config.steps - warm, 1)))
-
-
 class Trainer:
     """One process of a run.
 
@@ -152,13 +145,7 @@ class Trainer:
         self.features = compile_function(
             partial(target_features, target, self.taps, attention=self.model.attention), compiled
         )
-        self.optimiser = torch.optim.AdamW(
-            [
-                {"params": [p for p in self.drafter.parameters() if p.dim() > 1], "weight_decay": train.weight_decay},
-                {"params": [p for p in self.drafter.parameters() if p.dim() == 1], "weight_decay": 0.0},
-            ],
-            lr=train.learning_rate, betas=(0.9, 0.95), fused=target.device.type == "cuda",
-        )  # fmt: skip
+        self.optimisers = make_optimisers(self.drafter, train, target.device)
         self.step = 0
         self._resume()
 
@@ -173,7 +160,8 @@ class Trainer:
             raise ValueError(f"{file} cannot be read ({type(error).__name__}): delete it to begin again") from error
         check_run(saved["run"], self.run, self.folder)
         self.drafter.load_state_dict(saved["model"])
-        self.optimiser.load_state_dict(saved["optimiser"])
+        for optimiser, state in zip(self.optimisers, saved["optimisers"], strict=True):
+            optimiser.load_state_dict(state)
         self.step = saved["step"]
         self._cut_log()
 
@@ -199,7 +187,7 @@ class Trainer:
             return
         saved = {
             "run": self.run, "step": self.step, "model": self.drafter.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
+            "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
         }  # fmt: skip
         self.folder.mkdir(parents=True, exist_ok=True)
         partial = self.folder / (CHECKPOINT + ".partial")
@@ -232,13 +220,14 @@ class Trainer:
         batch = self.batches[self.step].to(device)
         blocks = self.blocks(self.step, batch)
         outcome = self.outcome(batch, blocks)
-        for group in self.optimiser.param_groups:
-            group["lr"] = learning_rate(train, self.step)
-        self.optimiser.zero_grad(set_to_none=True)
+        self.drafter.zero_grad(set_to_none=True)
         torch.autograd.backward(outcome.loss)
         self._average()
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), train.clip)
-        self.optimiser.step()
+        for optimiser in self.optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = learning_rate(train, self.step)
+            optimiser.step()
         self.step += 1
         accuracy, length = acceptance(outcome)
         return {"loss": outcome.loss.detach(), "norm": norm, "accuracy": accuracy, "acceptance_length": length}
