@@ -19,11 +19,11 @@ from modelkit.rope import rotary_angles, rotate
 
 from ..draft.dflash_model import DFlashModel
 from .attention import Attend, PackedPlan, Visibility, Visible
-from .packing import Batch
+from .packing import Batch, Tensors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Blocks:
+class Blocks(Tensors):
     """A of them in each of the batch's sequences, B tokens each.
 
     Attributes:

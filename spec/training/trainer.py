@@ -9,6 +9,7 @@ nothing, and neither would overlapping the one sum of their gradients with anyth
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from modelkit.model import Transformer
 
 from ..draft.dflash_config import DFlashConfig
 from ..draft.dflash_model import DFlashModel
+from .ahead import made_ahead
 from .attention import attention_of
 from .blocks import Blocks, draft_hidden, draw_anchors, make_blocks
 from .config import OptimiserConfig, TrainingConfig
@@ -39,6 +41,7 @@ from .packing import Batch, Batches, Corpus
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
 MEASURED = 32  # steps' worth of held-out documents
+AHEAD = 3  # steps whose batches are made before they are used
 SPREAD = 0.02  # of fresh matrices, as Qwen3's own
 # What may differ between a run and its continuation: no result depends on it but by rounding.
 FREE = ("checkpoint_every", "log_every", "chunk_blocks", "attention", "compile")
@@ -148,6 +151,7 @@ class Trainer:
         self.optimisers = make_optimisers(self.drafter, train, target.device)
         self.step = 0
         self._resume()
+        self._inputs = made_ahead(self._input, itertools.count(self.step), AHEAD)
 
     def _resume(self) -> None:
         file = self.folder / CHECKPOINT
@@ -202,8 +206,14 @@ class Trainer:
         anchor, drawn = draw_anchors(batch, self.train_config.anchors, generator)
         return make_blocks(batch, anchor, drawn, block=self.block, mask_token=self.mask_token)
 
+    def _input(self, step: int) -> tuple[Batch, Blocks]:
+        batch = self.batches[step]
+        blocks = self.blocks(step, batch)
+        return (batch.pinned(), blocks.pinned()) if self.target.device.type == "cuda" else (batch, blocks)
+
     def outcome(self, batch: Batch, blocks: Blocks) -> Outcome:
-        """What the drafter makes of a batch's blocks, ready for backward."""
+        """What the drafter makes of a batch's blocks, on whatever device they are; ready for backward."""
+        batch, blocks = batch.to(self.target.device), blocks.to(self.target.device)
         with torch.no_grad():
             features = self.features(batch)
         with torch.autocast(features.device.type, torch.bfloat16, enabled=self.target.dtype != torch.float32):
@@ -216,10 +226,8 @@ class Trainer:
         Returns:
             loss, gradient norm, accuracy of each depth and acceptance length, on the device.
         """
-        train, device = self.train_config, self.target.device
-        batch = self.batches[self.step].to(device)
-        blocks = self.blocks(self.step, batch)
-        outcome = self.outcome(batch, blocks)
+        train = self.train_config
+        outcome = self.outcome(*next(self._inputs))
         self.drafter.zero_grad(set_to_none=True)
         torch.autograd.backward(outcome.loss)
         self._average()
@@ -284,7 +292,7 @@ class Trainer:
             return
         counts, lengths = torch.zeros(2, 2, dtype=torch.int64, device=device), []
         for step in range(min(batches.steps_of_an_epoch, MEASURED)):
-            batch = batches[step].to(device)
+            batch = batches[step]
             outcome = self.outcome(batch, self.blocks(step, batch))
             counts += spine_counts(outcome)
             lengths.append(acceptance(outcome)[1])
