@@ -92,6 +92,26 @@ def make_blocks(batch: Batch, anchor: Tensor, drawn: Tensor, *, block: int, mask
     )  # fmt: skip
 
 
+def teacher_rows(hidden: Tensor, blocks: Blocks) -> Tensor:
+    """The target's hidden states from which it predicts the tokens behind the anchors.
+
+    Those of the token before each: with all of the text up to there, of which the drafter sees what is before the
+    anchor.
+
+    Args:
+        hidden: [S, T, H].
+        blocks: A blocks of B tokens a sequence.
+
+    Returns:
+        [S * A, B - 1, H]; anything beyond the end of a sequence.
+    """
+    slots, length, width = hidden.shape
+    offset = torch.arange(blocks.token.shape[2] - 1, device=hidden.device)
+    row = (blocks.anchor[:, :, None] + offset).clamp(max=length - 1)
+    row = row + torch.arange(slots, device=hidden.device)[:, None, None] * length
+    return hidden.reshape(-1, width)[row].flatten(0, 1)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockVisibility(Visibility):
     """What row q of a sequence's A * B block rows sees of its T context rows and the A * B block rows behind them.

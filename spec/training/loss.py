@@ -137,28 +137,36 @@ class Head:
         return ((gradient * self.multiplier).to(self.weight.dtype) @ self.weight).to(hidden.dtype)
 
 
-ChunkLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+ChunkLoss = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
 
 
-def make_chunk_loss(loss: Loss, head: Head) -> ChunkLoss:
+def make_chunk_loss(loss: Loss, head: Head, soft: float = 0.0) -> ChunkLoss:
     """The weighted sum over a chunk of blocks, with its gradient.
 
-    The head is frozen, so what training wants of the logits is the gradient of the hidden states alone: made at once,
-    while the logits are there, it needs neither to keep them nor to compute them again.
+    A position's cross-entropy is with its token, by a share of `soft` with the target's distribution there. The head is
+    frozen, so what training wants of the logits is the gradient of the hidden states alone: made at once, while the
+    logits are there, it needs neither to keep them nor to compute them again.
 
     Returns:
-        A function (hidden [N, L, H], label int64 [N, L], real bool [N, L]) -> (sum, its gradient [N, L, H] in the
-        dtype of `hidden`, right bool [N, L]).
+        A function (hidden [N, L, H], label int64 [N, L], real bool [N, L], teacher [N, L, H] or None) -> (sum, its
+        gradient [N, L, H] in the dtype of `hidden`, right bool [N, L]). The head makes the target's distributions of
+        `teacher`.
     """
 
-    def chunk_loss(hidden: Tensor, label: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def chunk_loss(
+        hidden: Tensor, label: Tensor, real: Tensor, teacher: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logits = head.logits(hidden)
         scaled = logits.log_softmax(-1)
         nll = -scaled.gather(-1, label[..., None])[..., 0]
         weights = loss.weights(nll, real)
-        chosen = torch.arange(logits.shape[-1], device=label.device) == label[..., None]
-        gradient = head.backward(logits, (scaled.exp() - chosen.float()) * weights[..., None], hidden)
-        return (nll * weights).sum(), gradient, (logits.argmax(-1) == label) & real
+        wanted = (torch.arange(logits.shape[-1], device=label.device) == label[..., None]).float()
+        entropy = nll
+        if teacher is not None:
+            wanted = (1 - soft) * wanted + soft * head.logits(teacher).softmax(-1)
+            entropy = -(wanted * scaled).sum(-1)
+        gradient = head.backward(logits, (scaled.exp() - wanted) * weights[..., None], hidden)
+        return (entropy * weights).sum(), gradient, (logits.argmax(-1) == label) & real
 
     return chunk_loss
 
@@ -178,8 +186,9 @@ class _Known(torch.autograd.Function):
 
 
 def block_loss(
-    hidden: Tensor, label: Tensor, real: Tensor, *, loss: Loss, chunk_loss: ChunkLoss, chunk_blocks: int
-) -> Outcome:
+    hidden: Tensor, label: Tensor, real: Tensor, *, loss: Loss, chunk_loss: ChunkLoss, chunk_blocks: int,
+    teacher: Tensor | None = None,
+) -> Outcome:  # fmt: skip
     """Loss of all blocks; the logits of at most `chunk_blocks` blocks are in memory at once, and are computed once.
 
     Args:
@@ -189,12 +198,13 @@ def block_loss(
         loss: the strategy.
         chunk_loss: see `make_chunk_loss`.
         chunk_blocks: blocks of a chunk.
+        teacher: [N, L, H], the target's hidden states that predict the labels; see `make_chunk_loss`.
     """
     # Contiguous: what a compiled chunk gets has one layout, whatever it was cut out of.
     with torch.no_grad():
         states, label, real = hidden.detach().contiguous(), label.contiguous(), real.contiguous()
         chunks = (slice(start, start + chunk_blocks) for start in range(0, len(label), chunk_blocks))
-        parts = [chunk_loss(states[at], label[at], real[at]) for at in chunks]
+        parts = [chunk_loss(states[at], label[at], real[at], None if teacher is None else teacher[at]) for at in chunks]
         sums, gradients, right = zip(*parts, strict=True)
         share = 1 / loss.normaliser(real)
         total = torch.stack(sums).sum() * share

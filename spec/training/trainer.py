@@ -30,9 +30,9 @@ from ..draft.dflash_config import DFlashConfig
 from ..draft.dflash_model import DFlashModel
 from .ahead import made_ahead
 from .attention import attention_of
-from .blocks import Blocks, draft_hidden, draw_anchors, make_blocks
+from .blocks import Blocks, draft_hidden, draw_anchors, make_blocks, teacher_rows
 from .config import OptimiserConfig, TrainingConfig
-from .features import target_features
+from .features import Features, target_features
 from .folder import write_folder
 from .loss import LOSSES, Head, Loss, Outcome, acceptance, block_loss, make_chunk_loss, spine_counts
 from .optimiser import learning_rate, make_optimisers
@@ -70,22 +70,23 @@ class DraftLoss(nn.Module):
             weight=target.lm_head.weight.detach(), multiplier=published.output_multiplier,
             cap=published.final_logit_softcapping,
         )  # fmt: skip
-        self.chunk_loss = compile_function(make_chunk_loss(loss, head), compiled)
+        self.chunk_loss = compile_function(make_chunk_loss(loss, head, config.soft_labels), compiled)
         self.attention = attention_of(config.attention, target.device)
         self.hidden = compile_function(self._hidden, compiled)
 
-    def _hidden(self, batch: Batch, features: Tensor, blocks: Blocks) -> Tensor:
-        """[N, L, H]; the anchors' own rows predict nothing and are left out."""
+    def _hidden(self, batch: Batch, features: Features, blocks: Blocks) -> tuple[Tensor, Tensor | None]:
+        """Of the drafter and, with soft labels, of the target, [N, L, H]; the anchors' own rows predict nothing."""
         embedded = F.embedding(blocks.token, self._embedding[0]) * self.drafter.config.input_embedding_scale
-        hidden = draft_hidden(self.drafter, features, embedded, batch, blocks, self.attention)
-        return hidden[:, :, 1:].flatten(0, 1)
+        hidden = draft_hidden(self.drafter, features.taps, embedded, batch, blocks, self.attention)
+        teacher = None if features.hidden is None else teacher_rows(features.hidden, blocks)
+        return hidden[:, :, 1:].flatten(0, 1), teacher
 
-    def forward(self, batch: Batch, features: Tensor, blocks: Blocks) -> Outcome:
+    def forward(self, batch: Batch, features: Features, blocks: Blocks) -> Outcome:
         """Loss of the batch's blocks; arguments as in `draft_hidden`."""
+        hidden, teacher = self.hidden(batch, features, blocks)
         return block_loss(
-            self.hidden(batch, features, blocks), blocks.label[:, :, 1:].flatten(0, 1),
-            blocks.real[:, :, 1:].flatten(0, 1), loss=self.loss, chunk_loss=self.chunk_loss,
-            chunk_blocks=self.chunk_blocks,
+            hidden, blocks.label[:, :, 1:].flatten(0, 1), blocks.real[:, :, 1:].flatten(0, 1), loss=self.loss,
+            chunk_loss=self.chunk_loss, chunk_blocks=self.chunk_blocks, teacher=teacher,
         )  # fmt: skip
 
 
@@ -216,7 +217,7 @@ class Trainer:
         batch, blocks = batch.to(self.target.device), blocks.to(self.target.device)
         with torch.no_grad():
             features = self.features(batch)
-        with torch.autocast(features.device.type, torch.bfloat16, enabled=self.target.dtype != torch.float32):
+        with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.target.dtype != torch.float32):
             outcome: Outcome = self.model(batch, features, blocks)
         return outcome
 

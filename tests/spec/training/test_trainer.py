@@ -197,6 +197,8 @@ def test_default_taps():
 REFUSED = {
     "train.steps": (0, "steps = 0: must be at least 1"),
     "train.warmup": (1.0, "warmup = 1.0"),
+    "train.soft_labels": (1.5, r"soft_labels = 1.5: must be in \[0, 1\]"),
+    "train.optimiser": ("sgd", "'muon', 'adamw'"),
     "train.bogus": (1, "unknown key 'bogus'"),
     "trian.steps": (1, r"unknown table \[trian\]"),
     "loss.name": ("decai", "did you mean 'decay'"),
