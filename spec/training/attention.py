@@ -144,5 +144,6 @@ class PackedPlan:
         query, keys, values = (rows.view(self.slots, -1, *rows.shape[1:]) for rows in (q, k, v))
         if self.context is not None:
             keys, values = (torch.cat(pair, 1) for pair in zip(self.context, (keys, values), strict=True))
-        query, keys, values = (x.to(v.dtype).transpose(1, 2) for x in (query, keys, values))
+        # In memory of their own: of a fused projection's parts, inductor's flex attention on CPUs reads the wrong ones.
+        query, keys, values = (x.to(v.dtype).transpose(1, 2).contiguous() for x in (query, keys, values))
         return self.attention(query, keys, values, scale).transpose(1, 2).reshape(q.shape)
