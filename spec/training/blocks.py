@@ -1,7 +1,6 @@
 """Blocks at random anchors of packed texts, and the drafter's forward over all of them at once.
 
-What a row of a block may see is one function of indices, `Visibility.function`; the dense mask and flex attention's are
-made from it. The layers are the inference code's own: only where keys and values come from differs.
+The layers are the inference code's own: only where keys and values come from differs.
 Source: DFlash, arXiv 2602.06036, section 4.2.
 """
 
@@ -9,25 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from modelkit.backend import Plan, Stream
-from modelkit.cache import LayerView
 from modelkit.layers import Block
 from modelkit.rope import rotary_angles, rotate
 
 from ..draft.dflash_model import DFlashModel
-from .packing import Batch
-
-FLEX_BLOCK = 128
+from .attention import Attend, PackedPlan, Visibility, Visible
+from .packing import Batch, Tensors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Blocks:
+class Blocks(Tensors):
     """A of them in each of the batch's sequences, B tokens each.
 
     Attributes:
@@ -96,29 +92,42 @@ def make_blocks(batch: Batch, anchor: Tensor, drawn: Tensor, *, block: int, mask
     )  # fmt: skip
 
 
+def teacher_rows(hidden: Tensor, blocks: Blocks) -> Tensor:
+    """The target's hidden states from which it predicts the tokens behind the anchors.
+
+    Those of the token before each: with all of the text up to there, of which the drafter sees what is before the
+    anchor.
+
+    Args:
+        hidden: [S, T, H].
+        blocks: A blocks of B tokens a sequence.
+
+    Returns:
+        [S * A, B - 1, H]; anything beyond the end of a sequence.
+    """
+    slots, length, width = hidden.shape
+    offset = torch.arange(blocks.token.shape[2] - 1, device=hidden.device)
+    row = (blocks.anchor[:, :, None] + offset).clamp(max=length - 1)
+    row = row + torch.arange(slots, device=hidden.device)[:, None, None] * length
+    return hidden.reshape(-1, width)[row].flatten(0, 1)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Visibility:
+class BlockVisibility(Visibility):
     """What row q of a sequence's A * B block rows sees of its T context rows and the A * B block rows behind them.
 
     Attributes:
-        document: int64 [S, T].
         anchor: int64 [S, A].
         block: B.
         causal: a row sees only the rows before it in its own block.
-        window: positions at this distance and more are hidden; None hides none.
     """
 
-    document: Tensor
     anchor: Tensor
     block: int
     causal: bool
-    window: int | None
 
-    def function(self) -> Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor]:
-        """(sequence, head, q, key) -> whether row `q` sees `key`, of whatever indices broadcast.
-
-        It holds tensors and numbers only, which is what flex attention can trace.
-        """
+    def function(self) -> Visible:
+        """See `Visibility.function`."""
         document, first, size, causal, window = self.document, self.anchor, self.block, self.causal, self.window
         length, blocks = document.shape[1], first.shape[1]
 
@@ -143,71 +152,10 @@ class Visibility:
         """A * B."""
         return self.anchor.shape[1] * self.block
 
-    def dense(self) -> Tensor:
-        """bool [S, 1, A * B, T + A * B]."""
-        device, (slots, length) = self.document.device, self.document.shape
-        sequence = torch.arange(slots, device=device)[:, None, None]
-        q = torch.arange(self.rows, device=device)[:, None]
-        key = torch.arange(length + self.rows, device=device)
-        return self.function()(sequence, None, q, key)[:, None]
-
-
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-
-
-def dense_attention(visibility: Visibility) -> Attend:
-    """Attention (q [S, Hq, Q, D], k, v [S, Hkv, K, D], scale) -> [S, Hq, Q, D] behind a dense mask."""
-    mask = visibility.dense()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        # Repeated heads: with a mask, grouped ones leave CUDA nothing but the path that writes all scores out.
-        group = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-
-    return attend
-
-
-def flex_attention(visibility: Visibility, kernel: Callable[..., Any]) -> Attend:
-    """The same by flex attention, which skips what no row of a tile sees.
-
-    Args:
-        visibility: what rows see.
-        kernel: `torch.nn.attention.flex_attention.flex_attention`, compiled or not.
-    """
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    device, (slots, length) = visibility.document.device, visibility.document.shape
-    mask = create_block_mask(
-        visibility.function(), slots, None, visibility.rows, length + visibility.rows, device=str(device),
-        BLOCK_SIZE=FLEX_BLOCK,
-    )  # fmt: skip
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        out: Tensor = kernel(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
-        return out
-
-    return attend
-
-
-class ContextPlan:
-    """A layer's attention: keys and values of the context in front of the block rows' own."""
-
-    def __init__(self, k: Tensor, v: Tensor, attend: Attend) -> None:
-        """`k`, `v`: [S, T, Hkv, D] of the context, k rotated."""
-        self.k, self.v, self.attention = k, v, attend
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerView | None, scale: float) -> Tensor:
-        """See `modelkit.backend.Plan`; the rows are those of all blocks, sequence by sequence."""
-        assert layer is None, "training keeps no cache"
-        slots, dtype = self.k.shape[0], v.dtype
-
-        def heads(rows: Tensor) -> Tensor:
-            return rows.view(slots, -1, *rows.shape[1:])
-
-        keys, values = torch.cat([self.k, heads(k)], 1), torch.cat([self.v, heads(v)], 1)
-        query, keys, values = (x.to(dtype).transpose(1, 2) for x in (heads(q), keys, values))
-        return self.attention(query, keys, values, scale).transpose(1, 2).reshape(q.shape)
+    @property
+    def keys(self) -> int:
+        """T + A * B."""
+        return self.document.shape[1] + self.rows
 
 
 def draft_hidden(
@@ -235,7 +183,7 @@ def draft_hidden(
     kinds = list(zip(layers.windows, config.causal, strict=True))
     attend = {
         kind: attention(
-            Visibility(
+            BlockVisibility(
                 document=batch.document, anchor=blocks.anchor, block=config.block_size, window=kind[0], causal=kind[1]
             )
         )
@@ -247,6 +195,6 @@ def draft_hidden(
         k, v = block.self_attn.project_context(context)
         k = rotate(k, *context_angles)
         k, v = (x.view(slots, length, *x.shape[1:]) for x in (k, v))
-        plan: Plan = ContextPlan(k, v, attend[kind])
+        plan: Plan = PackedPlan(slots, attend[kind], (k, v))
         stream = block(stream, block_angles, plan, model.backend, None, index)
     return model.backend.normed(stream, model.norm).view(*blocks.token.shape, -1)

@@ -133,6 +133,8 @@ class OptimiserConfig:
         sequence_length: tokens of a packed sequence.
         sequences: of a step and process.
         anchors: blocks of a sequence; drawn anew whenever it is read.
+        soft_labels: share of the target's distribution in what a position is trained for; the rest is its token.
+        optimiser: "muon" or "adamw", of matrices; norms get AdamW. Good rates are of a size.
         learning_rate: at its highest.
         warmup: part of the steps over which the rate rises.
         weight_decay: of matrices.
@@ -150,7 +152,9 @@ class OptimiserConfig:
     sequence_length: int = 1024
     sequences: int = 8
     anchors: int = 64
-    learning_rate: float = 6e-4
+    soft_labels: float = 0.0
+    optimiser: Literal["muon", "adamw"] = "muon"
+    learning_rate: float = 1e-3
     warmup: float = 0.04
     weight_decay: float = 0.01
     clip: float = 1.0
@@ -170,6 +174,8 @@ class OptimiserConfig:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup = {self.warmup}: must be in [0, 1)")
+        if not 0 <= self.soft_labels <= 1:
+            raise ValueError(f"soft_labels = {self.soft_labels}: must be in [0, 1]")
         if not 0 <= self.held_out < 1:
             raise ValueError(f"held_out = {self.held_out}: must be in [0, 1)")
         if self.weight_decay < 0:

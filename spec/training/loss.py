@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from modelkit.functional import soft_cap
 from modelkit.registry import Registry
@@ -131,26 +130,66 @@ class Head:
         """fp32 [.., V] of hidden states [.., H]."""
         return soft_cap(F.linear(hidden, self.weight).float() * self.multiplier, self.cap)
 
+    def backward(self, logits: Tensor, gradient: Tensor, hidden: Tensor) -> Tensor:
+        """Gradient of the hidden states, in their dtype, for one of the logits that `logits` gave for them."""
+        if self.cap is not None:
+            gradient = gradient * (1 - (logits / self.cap).square())
+        return ((gradient * self.multiplier).to(self.weight.dtype) @ self.weight).to(hidden.dtype)
 
-ChunkLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+ChunkLoss = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
 
 
-def make_chunk_loss(loss: Loss, head: Head) -> ChunkLoss:
-    """The weighted sum over a chunk of blocks as a function (hidden [N, L, H], label [N, L], real) -> (sum, right)."""
+def make_chunk_loss(loss: Loss, head: Head, soft: float = 0.0) -> ChunkLoss:
+    """The weighted sum over a chunk of blocks, with its gradient.
 
-    def chunk_loss(hidden: Tensor, label: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    A position's cross-entropy is with its token, by a share of `soft` with the target's distribution there. The head is
+    frozen, so what training wants of the logits is the gradient of the hidden states alone: made at once, while the
+    logits are there, it needs neither to keep them nor to compute them again.
+
+    Returns:
+        A function (hidden [N, L, H], label int64 [N, L], real bool [N, L], teacher [N, L, H] or None) -> (sum, its
+        gradient [N, L, H] in the dtype of `hidden`, right bool [N, L]). The head makes the target's distributions of
+        `teacher`.
+    """
+
+    def chunk_loss(
+        hidden: Tensor, label: Tensor, real: Tensor, teacher: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logits = head.logits(hidden)
-        nll = F.cross_entropy(logits.flatten(0, 1), label.flatten(), reduction="none").view(label.shape)
-        weights = loss.weights(nll.detach(), real).detach()
-        return (nll * weights).sum(), (logits.detach().argmax(-1) == label) & real
+        scaled = logits.log_softmax(-1)
+        nll = -scaled.gather(-1, label[..., None])[..., 0]
+        weights = loss.weights(nll, real)
+        wanted = (torch.arange(logits.shape[-1], device=label.device) == label[..., None]).float()
+        entropy = nll
+        if teacher is not None:
+            wanted = (1 - soft) * wanted + soft * head.logits(teacher).softmax(-1)
+            entropy = -(wanted * scaled).sum(-1)
+        gradient = head.backward(logits, (scaled.exp() - wanted) * weights[..., None], hidden)
+        return (entropy * weights).sum(), gradient, (logits.argmax(-1) == label) & real
 
     return chunk_loss
 
 
+class _Known(torch.autograd.Function):
+    """A loss whose gradient has been computed already."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * outer.to(gradient.dtype), None, None
+
+
 def block_loss(
-    hidden: Tensor, label: Tensor, real: Tensor, *, loss: Loss, chunk_loss: ChunkLoss, chunk_blocks: int
-) -> Outcome:
-    """Loss of all blocks; the logits of at most `chunk_blocks` blocks are in memory at once, backwards too.
+    hidden: Tensor, label: Tensor, real: Tensor, *, loss: Loss, chunk_loss: ChunkLoss, chunk_blocks: int,
+    teacher: Tensor | None = None,
+) -> Outcome:  # fmt: skip
+    """Loss of all blocks; the logits of at most `chunk_blocks` blocks are in memory at once, and are computed once.
 
     Args:
         hidden: [N, L, H], the drafter's output at the positions behind the anchors.
@@ -159,17 +198,19 @@ def block_loss(
         loss: the strategy.
         chunk_loss: see `make_chunk_loss`.
         chunk_blocks: blocks of a chunk.
+        teacher: [N, L, H], the target's hidden states that predict the labels; see `make_chunk_loss`.
     """
-    parts = []
-    for start in range(0, len(label), chunk_blocks):
-        chunk = slice(start, start + chunk_blocks)
-        parts.append(
-            checkpoint(
-                chunk_loss, hidden[chunk], label[chunk], real[chunk], use_reentrant=False, preserve_rng_state=False
-            )
-        )
-    total = torch.stack([part[0] for part in parts]).sum()
-    return Outcome(loss=total / loss.normaliser(real), right=torch.cat([part[1] for part in parts]), real=real)
+    # Contiguous: what a compiled chunk gets has one layout, whatever it was cut out of.
+    with torch.no_grad():
+        states, label, real = hidden.detach().contiguous(), label.contiguous(), real.contiguous()
+        chunks = (slice(start, start + chunk_blocks) for start in range(0, len(label), chunk_blocks))
+        parts = [chunk_loss(states[at], label[at], real[at], None if teacher is None else teacher[at]) for at in chunks]
+        sums, gradients, right = zip(*parts, strict=True)
+        share = 1 / loss.normaliser(real)
+        total = torch.stack(sums).sum() * share
+        gradient = torch.cat(gradients) * share.to(hidden.dtype)
+    known: Tensor = _Known.apply(hidden, total, gradient)  # type: ignore[no-untyped-call]
+    return Outcome(loss=known, right=torch.cat(right), real=real)
 
 
 def acceptance(outcome: Outcome) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -51,7 +53,23 @@ class Corpus:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Batch:
+class Tensors:
+    """Tensors that travel together; the fields of its subclasses."""
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)(**{field.name: change(getattr(self, field.name)) for field in dataclasses.fields(self)})
+
+    def to(self, device: torch.device) -> Self:
+        """The same on a device; from pinned memory it arrives behind what is queued there, and nobody waits."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> Self:
+        """The same in pinned memory of the host."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch(Tensors):
     """S packed sequences of T tokens.
 
     Attributes:
@@ -65,10 +83,6 @@ class Batch:
     document: Tensor
     position: Tensor
     supervised: Tensor
-
-    def to(self, device: torch.device) -> Batch:
-        """The same on a device."""
-        return Batch(**{field.name: getattr(self, field.name).to(device) for field in dataclasses.fields(self)})
 
 
 class Batches:
@@ -100,7 +114,7 @@ class Batches:
                 f"no supervised token: none of {corpus.documents} documents has two answer tokens within "
                 f"sequence_length = {length}"
             )
-        self._usable, self._size = usable, size.tolist()
+        self._usable, self._size = usable, size
         self._epochs: list[int] = []  # steps of the epochs before each
         self._packed: tuple[int, list[list[int]]] = (-1, [])
         if not self._steps(0):
@@ -113,15 +127,15 @@ class Batches:
         """Document numbers of each sequence."""
         if self._packed[0] != epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            order = self._usable[torch.randperm(len(self._usable), generator=generator)].tolist()
+            order = self._usable[torch.randperm(len(self._usable), generator=generator)]
             packed: list[list[int]] = []
             room = 0
-            for document in order:
-                if self._size[document] > room:
+            for document, size in zip(order.tolist(), self._size[order].tolist(), strict=True):
+                if size > room:
                     packed.append([])
                     room = self.length
                 packed[-1].append(document)
-                room -= self._size[document]
+                room -= size
             self._packed = (epoch, packed)
         return self._packed[1]
 
@@ -147,18 +161,22 @@ class Batches:
         packed = self._pack(epoch)
         first = (number * self.world + self.rank) * self.sequences
         chosen = [packed[i % len(packed)] for i in range(first, first + self.sequences)]
-        shape = (self.sequences, self.length)
-        whole = {name: torch.zeros(shape, dtype=torch.int64) for name in ("token", "position")}
-        document = torch.full(shape, PADDING)
-        supervised = torch.zeros(shape, dtype=torch.bool)
-        for row, documents in enumerate(chosen):
-            place = 0
-            for local, index in enumerate(documents):
-                size, start = self._size[index], int(self.corpus.offset[index])
-                here = slice(place, place + size)
-                whole["token"][row, here] = self.corpus.token[start : start + size].long()
-                whole["position"][row, here] = torch.arange(size)
-                document[row, here] = local
-                supervised[row, place + int(self.corpus.prompt[index]) : place + size] = True
-                place += size
-        return Batch(token=whole["token"], document=document, position=whole["position"], supervised=supervised)
+        index = torch.tensor([document for documents in chosen for document in documents])
+        count = torch.tensor([len(documents) for documents in chosen])
+        row, begin = torch.arange(len(count)).repeat_interleave(count), count.cumsum(0) - count
+        size = self._size[index]
+        start = size.cumsum(0) - size
+        # Of each token: its document among these, and its place in the document and in the batch.
+        owner = torch.arange(len(index)).repeat_interleave(size)
+        position = torch.arange(len(owner)) - start[owner]
+        at = (row * self.length + start - start[begin][row])[owner] + position
+
+        def spread(values: Tensor, empty: int) -> Tensor:
+            whole = torch.full((self.sequences * self.length,), empty, dtype=values.dtype)
+            return whole.index_put_((at,), values).view(self.sequences, self.length)
+
+        return Batch(
+            token=spread(self.corpus.token[self.corpus.offset[index][owner] + position].long(), 0),
+            document=spread((torch.arange(len(index)) - begin[row])[owner], PADDING), position=spread(position, 0),
+            supervised=spread(position >= self.corpus.prompt[index][owner], False),
+        )  # fmt: skip

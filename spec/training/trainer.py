@@ -2,18 +2,20 @@
 
 Everything drawn at a step follows from the seed, the step and the process alone, so a checkpoint is weights, optimiser
 state and a step number. Weights and optimiser are fp32; the arithmetic is bf16 unless the target is fp32. Several
-processes (torchrun) share the work by DDP: drafters are small, so sharding their weights would gain nothing.
+processes (torchrun) share the work by data parallelism: drafters are small, so sharding their weights would gain
+nothing, and neither would overlapping the one sum of their gradients with anything.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
 import pickle
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,48 +25,37 @@ from torch import Tensor, nn
 
 from modelkit.compile import compile_function
 from modelkit.model import Transformer
-from modelkit.rows import flatten, pack_bits
 
 from ..draft.dflash_config import DFlashConfig
 from ..draft.dflash_model import DFlashModel
-from .blocks import Attend, Blocks, Visibility, dense_attention, draft_hidden, draw_anchors, flex_attention, make_blocks
+from .ahead import made_ahead
+from .attention import attention_of
+from .blocks import Blocks, draft_hidden, draw_anchors, make_blocks, teacher_rows
 from .config import OptimiserConfig, TrainingConfig
+from .features import Features, target_features
 from .folder import write_folder
 from .loss import LOSSES, Head, Loss, Outcome, acceptance, block_loss, make_chunk_loss, spine_counts
+from .optimiser import learning_rate, make_optimisers
 from .packing import Batch, Batches, Corpus
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
 MEASURED = 32  # steps' worth of held-out documents
+AHEAD = 3  # steps whose batches are made before they are used
 SPREAD = 0.02  # of fresh matrices, as Qwen3's own
 # What may differ between a run and its continuation: no result depends on it but by rounding.
 FREE = ("checkpoint_every", "log_every", "chunk_blocks", "attention", "compile")
 
 
-def target_features(target: Transformer, taps: tuple[int, ...], batch: Batch) -> Tensor:
-    """The tapped layers' outputs at every token, [S, T, K * H]; documents do not see each other."""
-    slots, length = batch.token.shape
-    local = torch.arange(length, device=batch.token.device)
-    seen = (local <= local[:, None]) & (batch.document[:, :, None] == batch.document[:, None])
-    rows = flatten(
-        token=batch.token, parent=(local - 1).expand(slots, length), valid=batch.document >= 0,
-        ancestors=pack_bits(seen), position=batch.position, count=torch.full_like(batch.token[:, 0], length),
-        rows=slots * length, bound=0,
-    )  # fmt: skip
-    features: Tensor | None = target(rows, None, taps).taps
-    assert features is not None
-    return features.view(slots, length, -1)
-
-
 class DraftLoss(nn.Module):
-    """Drafter and loss as one module, so that DDP sees a forward that ends in a scalar.
+    """Drafter and loss.
 
     Args:
         drafter: its parameters are the only ones.
         target: its embedding and head are read, frozen.
         loss: the strategy.
         config: how to run it.
-        compiled: compile the loss and attention.
+        compiled: compile the drafter and the loss.
     """
 
     def __init__(
@@ -79,36 +70,24 @@ class DraftLoss(nn.Module):
             weight=target.lm_head.weight.detach(), multiplier=published.output_multiplier,
             cap=published.final_logit_softcapping,
         )  # fmt: skip
-        self.chunk_loss = compile_function(make_chunk_loss(loss, head), compiled)
-        self.attention = attention_of(config.attention, target.device, compiled)
+        self.chunk_loss = compile_function(make_chunk_loss(loss, head, config.soft_labels), compiled)
+        self.attention = attention_of(config.attention, target.device)
+        self.hidden = compile_function(self._hidden, compiled)
 
-    def forward(self, batch: Batch, features: Tensor, blocks: Blocks) -> Outcome:
-        """Loss of the batch's blocks; arguments as in `draft_hidden`."""
+    def _hidden(self, batch: Batch, features: Features, blocks: Blocks) -> tuple[Tensor, Tensor | None]:
+        """Of the drafter and, with soft labels, of the target, [N, L, H]; the anchors' own rows predict nothing."""
         embedded = F.embedding(blocks.token, self._embedding[0]) * self.drafter.config.input_embedding_scale
-        hidden = draft_hidden(self.drafter, features, embedded, batch, blocks, self.attention)
-        # The anchor's own row predicts nothing.
+        hidden = draft_hidden(self.drafter, features.taps, embedded, batch, blocks, self.attention)
+        teacher = None if features.hidden is None else teacher_rows(features.hidden, blocks)
+        return hidden[:, :, 1:].flatten(0, 1), teacher
+
+    def forward(self, batch: Batch, features: Features, blocks: Blocks) -> Outcome:
+        """Loss of the batch's blocks; arguments as in `draft_hidden`."""
+        hidden, teacher = self.hidden(batch, features, blocks)
         return block_loss(
-            hidden[:, :, 1:].flatten(0, 1), blocks.label[:, :, 1:].flatten(0, 1), blocks.real[:, :, 1:].flatten(0, 1),
-            loss=self.loss, chunk_loss=self.chunk_loss, chunk_blocks=self.chunk_blocks,
+            hidden, blocks.label[:, :, 1:].flatten(0, 1), blocks.real[:, :, 1:].flatten(0, 1), loss=self.loss,
+            chunk_loss=self.chunk_loss, chunk_blocks=self.chunk_blocks, teacher=teacher,
         )  # fmt: skip
-
-
-def attention_of(name: str, device: torch.device, compiled: bool) -> Callable[[Visibility], Attend]:
-    """The attention path by name.
-
-    Raises:
-        ValueError: flex attention on a device where it has no backward.
-    """
-    if name == "auto":
-        name = "flex" if device.type == "cuda" else "dense"
-    if name == "dense":
-        return dense_attention
-    if device.type != "cuda":
-        raise ValueError(f"attention = 'flex': flex attention has no backward on '{device}'; use 'dense'")
-    from torch.nn.attention.flex_attention import flex_attention as kernel
-
-    compiled_kernel = compile_function(kernel, compiled)
-    return lambda visibility: flex_attention(visibility, compiled_kernel)
 
 
 def fresh_drafter(published: DFlashConfig, hidden: int, seed: int) -> DFlashModel:
@@ -122,14 +101,6 @@ def fresh_drafter(published: DFlashConfig, hidden: int, seed: int) -> DFlashMode
             else:
                 parameter.normal_(0.0, SPREAD, generator=generator)
     return model
-
-
-def learning_rate(config: OptimiserConfig, step: int) -> float:
-    """Linear warm-up, then a cosine down to 0 behind the last step."""
-    warm = math.ceil(config.warmup * config.steps)
-    if step < warm:
-        return config.learning_rate * (step + 1) / warm
-    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(config.steps - warm, 1)))
 
 
 class Trainer:
@@ -174,18 +145,14 @@ class Trainer:
         self.drafter.prepare()
         compiled = target.device.type == "cuda" if train.compile is None else train.compile
         loss = LOSSES.get(config.loss.name)(config.loss.config)  # type: ignore[call-arg]
-        self.model: nn.Module = DraftLoss(self.drafter, target, loss, train, compiled)
-        if world > 1:
-            self.model = nn.parallel.DistributedDataParallel(self.model)
-        self.optimiser = torch.optim.AdamW(
-            [
-                {"params": [p for p in self.drafter.parameters() if p.dim() > 1], "weight_decay": train.weight_decay},
-                {"params": [p for p in self.drafter.parameters() if p.dim() == 1], "weight_decay": 0.0},
-            ],
-            lr=train.learning_rate, betas=(0.9, 0.95), fused=target.device.type == "cuda",
-        )  # fmt: skip
+        self.model = DraftLoss(self.drafter, target, loss, train, compiled)
+        self.features = compile_function(
+            partial(target_features, target, self.taps, attention=self.model.attention), compiled
+        )
+        self.optimisers = make_optimisers(self.drafter, train, target.device)
         self.step = 0
         self._resume()
+        self._inputs = made_ahead(self._input, itertools.count(self.step), AHEAD)
 
     def _resume(self) -> None:
         file = self.folder / CHECKPOINT
@@ -198,7 +165,8 @@ class Trainer:
             raise ValueError(f"{file} cannot be read ({type(error).__name__}): delete it to begin again") from error
         check_run(saved["run"], self.run, self.folder)
         self.drafter.load_state_dict(saved["model"])
-        self.optimiser.load_state_dict(saved["optimiser"])
+        for optimiser, state in zip(self.optimisers, saved["optimisers"], strict=True):
+            optimiser.load_state_dict(state)
         self.step = saved["step"]
         self._cut_log()
 
@@ -224,7 +192,7 @@ class Trainer:
             return
         saved = {
             "run": self.run, "step": self.step, "model": self.drafter.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
+            "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
         }  # fmt: skip
         self.folder.mkdir(parents=True, exist_ok=True)
         partial = self.folder / (CHECKPOINT + ".partial")
@@ -239,28 +207,49 @@ class Trainer:
         anchor, drawn = draw_anchors(batch, self.train_config.anchors, generator)
         return make_blocks(batch, anchor, drawn, block=self.block, mask_token=self.mask_token)
 
+    def _input(self, step: int) -> tuple[Batch, Blocks]:
+        batch = self.batches[step]
+        blocks = self.blocks(step, batch)
+        return (batch.pinned(), blocks.pinned()) if self.target.device.type == "cuda" else (batch, blocks)
+
+    def outcome(self, batch: Batch, blocks: Blocks) -> Outcome:
+        """What the drafter makes of a batch's blocks, on whatever device they are; ready for backward."""
+        batch, blocks = batch.to(self.target.device), blocks.to(self.target.device)
+        with torch.no_grad():
+            features = self.features(batch)
+        with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.target.dtype != torch.float32):
+            outcome: Outcome = self.model(batch, features, blocks)
+        return outcome
+
     def run_step(self) -> dict[str, Tensor]:
         """One optimiser step.
 
         Returns:
             loss, gradient norm, accuracy of each depth and acceptance length, on the device.
         """
-        train, device = self.train_config, self.target.device
-        batch = self.batches[self.step].to(device)
-        blocks = self.blocks(self.step, batch)
-        with torch.no_grad():
-            features = target_features(self.target, self.taps, batch)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.target.dtype != torch.float32):
-            outcome: Outcome = self.model(batch, features, blocks)
-        for group in self.optimiser.param_groups:
-            group["lr"] = learning_rate(train, self.step)
-        self.optimiser.zero_grad(set_to_none=True)
+        train = self.train_config
+        outcome = self.outcome(*next(self._inputs))
+        self.drafter.zero_grad(set_to_none=True)
         torch.autograd.backward(outcome.loss)
+        self._average()
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), train.clip)
-        self.optimiser.step()
+        for optimiser in self.optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = learning_rate(train, self.step)
+            optimiser.step()
         self.step += 1
         accuracy, length = acceptance(outcome)
         return {"loss": outcome.loss.detach(), "norm": norm, "accuracy": accuracy, "acceptance_length": length}
+
+    def _average(self) -> None:
+        """Give every process the mean of all gradients."""
+        if self.world == 1:
+            return
+        gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
+        flat = torch.cat([g.flatten() for g in gradients])
+        torch.distributed.all_reduce(flat)
+        parts = torch.split(flat / self.world, [g.numel() for g in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 
     def run_all(self, stop_after: int | None = None) -> None:
         """Train from the step at hand to the last one, or to `stop_after`; ends with a checkpoint.
@@ -290,7 +279,6 @@ class Trainer:
                 if self.step % train.checkpoint_every == 0 or self.step == end:
                     self.save()
 
-    @torch.no_grad()
     def _measure(self) -> None:
         """Figures of the documents that were not trained on: into the log, and the discount into the drafter's file.
 
@@ -305,11 +293,8 @@ class Trainer:
             return
         counts, lengths = torch.zeros(2, 2, dtype=torch.int64, device=device), []
         for step in range(min(batches.steps_of_an_epoch, MEASURED)):
-            batch = batches[step].to(device)
-            blocks = self.blocks(step, batch)
-            features = target_features(self.target, self.taps, batch)
-            with torch.autocast(device.type, torch.bfloat16, enabled=self.target.dtype != torch.float32):
-                outcome: Outcome = self.model(batch, features, blocks)
+            batch = batches[step]
+            outcome = self.outcome(batch, self.blocks(step, batch))
             counts += spine_counts(outcome)
             lengths.append(acceptance(outcome)[1])
         (on, on_right), (off, off_right) = counts.tolist()

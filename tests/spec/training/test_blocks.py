@@ -17,18 +17,13 @@ from spec.draft.dflash import DFlashDrafter  # noqa: E402
 from spec.draft.dflash_config import DFlashConfig  # noqa: E402
 from spec.draft.dflash_model import DFlashModel  # noqa: E402
 from spec.training import trainer  # noqa: E402
-from spec.training.blocks import (  # noqa: E402
-    Visibility,
-    dense_attention,
-    draft_hidden,
-    draw_anchors,
-    flex_attention,
-    make_blocks,
-)  # fmt: skip
+from spec.training.attention import TextVisibility, dense_attention, flex_attention  # noqa: E402
+from spec.training.blocks import BlockVisibility, draft_hidden, draw_anchors, make_blocks, teacher_rows  # noqa: E402
 from spec.training.config import OptimiserConfig  # noqa: E402
+from spec.training.features import Features, target_features  # noqa: E402
 from spec.training.loss import LOSSES  # noqa: E402
 from spec.training.packing import Batch  # noqa: E402
-from spec.training.trainer import DraftLoss, target_features  # noqa: E402
+from spec.training.trainer import DraftLoss  # noqa: E402
 
 KINDS = {
     "bidirectional": {},
@@ -90,7 +85,7 @@ def model_of(folder, target):
 
 
 def hidden_of(model, target, batch, blocks, features=None, embedded=None):
-    features = target_features(target, model.config.target_layer_ids, batch) if features is None else features
+    features = target_features(target, model.config.target_layer_ids, batch).taps if features is None else features
     embedded = F.embedding(blocks.token, target.embed_tokens.weight) if embedded is None else embedded
     return draft_hidden(model, features, embedded, batch, blocks, dense_attention)
 
@@ -113,7 +108,7 @@ def alone(target, taps, tokens):
 
 def test_packed_documents_are_blind_to_each_other_in_the_target(target, batch):
     with torch.no_grad():
-        features = target_features(target, (3, 1), batch)
+        features = target_features(target, (3, 1), batch).taps
     for row, start, end in spans(batch):
         expected = alone(target, (3, 1), batch.token[row, start:end])
         torch.testing.assert_close(features[row, start:end], expected, rtol=1e-4, atol=1e-4)
@@ -141,7 +136,7 @@ def test_training_computes_what_inference_computes(kind, target, batch, blocks, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_learns_from_its_own_rows_and_the_text_before_its_anchor(kind, target, batch, blocks, tmp_path):
     model = model_of(drafter_folder(tmp_path, kind), target)
-    features = target_features(target, model.config.target_layer_ids, batch).detach().requires_grad_()
+    features = target_features(target, model.config.target_layer_ids, batch).taps.detach().requires_grad_()
     embedded = F.embedding(blocks.token, target.embed_tokens.weight).detach().requires_grad_()
     hidden = hidden_of(model, target, batch, blocks, features, embedded)
     for row, number in ((0, 1), (0, 2), (1, 1)):
@@ -163,7 +158,7 @@ def test_a_block_learns_from_its_own_rows_and_the_text_before_its_anchor(kind, t
 def test_inside_a_block(batch):
     visible = {}
     for causal in (False, True):
-        visibility = Visibility(
+        visibility = BlockVisibility(
             document=batch.document, anchor=torch.tensor(ANCHORS), block=tiny.BLOCK, causal=causal, window=None
         )
         mask = visibility.dense()[0, 0, :, LENGTH:]
@@ -177,16 +172,15 @@ def test_inside_a_block(batch):
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 5), (False, 3)])
 @torch.no_grad()
 def test_flex_attention_sees_what_the_mask_shows(batch, causal, window):
-    from torch.nn.attention.flex_attention import flex_attention as kernel
-
-    visibility = Visibility(
+    blocks = BlockVisibility(
         document=batch.document, anchor=torch.tensor(ANCHORS), block=tiny.BLOCK, causal=causal, window=window
     )
-    rows, generator = visibility.rows, torch.Generator().manual_seed(1)
-    q = torch.randn(2, 6, rows, 16, generator=generator)
-    k, v = (torch.randn(2, 2, LENGTH + rows, 16, generator=generator) for _ in range(2))
-    expected = dense_attention(visibility)(q, k, v, 0.3)
-    torch.testing.assert_close(flex_attention(visibility, kernel)(q, k, v, 0.3), expected, rtol=1e-4, atol=1e-5)
+    text, generator = TextVisibility(document=batch.document, window=window), torch.Generator().manual_seed(1)
+    for visibility in (blocks, text):
+        q = torch.randn(2, 6, visibility.rows, 16, generator=generator)
+        k, v = (torch.randn(2, 2, visibility.keys, 16, generator=generator) for _ in range(2))
+        expected = dense_attention(visibility)(q, k, v, 0.3)
+        torch.testing.assert_close(flex_attention(visibility)(q, k, v, 0.3), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_labels_are_the_tokens_at_the_same_positions(batch):
@@ -205,6 +199,19 @@ def test_labels_are_the_tokens_at_the_same_positions(batch):
                 assert blocks.label[row, number, j] == batch.token[row, place]
 
 
+@torch.no_grad()
+def test_soft_labels_are_what_the_target_says_of_the_tokens_behind_the_anchor(target, batch, blocks):
+    hidden = target_features(target, (3, 1), batch, hidden=True).hidden
+    logits = F.linear(teacher_rows(hidden, blocks), target.lm_head.weight).view(2, 4, tiny.BLOCK - 1, -1)
+    for row, start, end in spans(batch):
+        said = target.score(batch.token[row, start:end][None])[0]
+        for number, anchor in enumerate(ANCHORS[row]):
+            count = min(tiny.BLOCK - 1, end - 1 - anchor)
+            if DRAWN[row][number] and start <= anchor < end:
+                own = said[anchor - start : anchor - start + count]
+                torch.testing.assert_close(logits[row, number, :count], own, rtol=1e-4, atol=1e-4)
+
+
 def test_row_j_is_compared_with_the_token_at_anchor_plus_j(target, batch, blocks, monkeypatch):
     """A drafter whose row j says the token at its own position is right everywhere; shifted either way it is not."""
     model = DFlashModel(DFlashConfig.from_dict(tiny.DRAFTER, "x"), target.config.hidden_size)
@@ -215,7 +222,7 @@ def test_row_j_is_compared_with_the_token_at_anchor_plus_j(target, batch, blocks
     for shift, right in ((0, True), (1, False), (-1, False)):
         said = F.one_hot(blocks.label.roll(shift, -1), tiny.VOCAB).float()
         monkeypatch.setattr(trainer, "draft_hidden", lambda *_, said=said: said)
-        assert bool(module(batch, None, blocks).float().mean() > 0.5) == right
+        assert bool(module(batch, Features(taps=None, hidden=None), blocks).float().mean() > 0.5) == right
 
 
 def test_anchors_are_where_serving_puts_them(batch):

@@ -76,6 +76,25 @@ def test_no_gradient_through_the_weights(case):
     torch.testing.assert_close(at.grad, other.grad)
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_soft_labels_share_the_cross_entropy_with_the_targets_distribution(cap, case):
+    hidden, label, real, head = case
+    head, loss = Head(weight=head.weight, multiplier=0.7, cap=cap), LOSSES.build({"name": "decay"})
+    teacher = torch.randn(N, L, H, generator=torch.Generator().manual_seed(7))
+    at = hidden.clone().requires_grad_()
+    chunk_loss = make_chunk_loss(loss, head, 0.25)
+    found = block_loss(at, label, real, loss=loss, chunk_loss=chunk_loss, chunk_blocks=3, teacher=teacher)
+    found.loss.backward()
+    other = hidden.clone().requires_grad_()
+    wanted = 0.75 * F.one_hot(label, V) + 0.25 * head.logits(teacher).softmax(-1)
+    entropy = F.cross_entropy(head.logits(other).flatten(0, 1), wanted.flatten(0, 1), reduction="none").view(N, L)
+    weights = loss.weights(entropy.detach(), real)
+    expected = (entropy * weights).sum() / weights.sum()
+    expected.backward()
+    torch.testing.assert_close(found.loss, expected)
+    torch.testing.assert_close(at.grad, other.grad)
+
+
 def test_logits_of_one_chunk_are_in_memory_at_once(case):
     hidden, label, real, head = case
     loss = LOSSES.build({"name": "decay"})
@@ -87,7 +106,7 @@ def test_logits_of_one_chunk_are_in_memory_at_once(case):
 
     at = hidden.clone().requires_grad_()
     block_loss(at, label, real, loss=loss, chunk_loss=watched, chunk_blocks=3).loss.backward()
-    assert shapes == [3, 3, 1, 1, 3, 3]  # forwards, and once more each backwards
+    assert shapes == [3, 3, 1]  # and never again: the gradient is made with them
 
 
 def test_figures_count_whole_blocks_only():

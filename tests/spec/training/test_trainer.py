@@ -20,10 +20,11 @@ from modelkit.config import ModelConfig  # noqa: E402
 from spec.cli import main  # noqa: E402
 from spec.draft.dflash_config import DFlashConfig  # noqa: E402
 from spec.sources import shapes  # noqa: E402
-from spec.training.config import OptimiserConfig, load_training_config  # noqa: E402
+from spec.training.config import load_training_config  # noqa: E402
 from spec.training.folder import default_taps, parameter_count, published_config  # noqa: E402
+from spec.training.optimiser import learning_rate  # noqa: E402
 from spec.training.store import Document, Store, target_identity  # noqa: E402
-from spec.training.trainer import Trainer, fresh_drafter, learning_rate, target_features  # noqa: E402
+from spec.training.trainer import Trainer, fresh_drafter  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +62,18 @@ def trainer(target, data, output, changes=None, **kwargs):
     return Trainer(config, model, published, corpus, run={"target": target_identity(target)}, **kwargs)
 
 
-def test_a_run_in_two_halves_is_the_run_in_one(target, data, tmp_path):
-    whole = trainer(target, data, tmp_path / "whole")
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_a_run_in_two_halves_is_the_run_in_one(optimiser, target, data, tmp_path):
+    changes = {"train.optimiser": optimiser}
+    whole = trainer(target, data, tmp_path / "whole", changes)
     whole.run_all()
-    trainer(target, data, tmp_path / "halves").run_all(stop_after=4)
+    trainer(target, data, tmp_path / "halves", changes).run_all(stop_after=4)
     torch.manual_seed(99)  # nothing may depend on the process's own random state
-    second = trainer(target, data, tmp_path / "halves")
+    second = trainer(target, data, tmp_path / "halves", changes)
     assert second.step == 4
     second.run_all()
     for name in ("whole", "halves"):
-        assert trainer(target, data, tmp_path / name).step == 8
+        assert trainer(target, data, tmp_path / name, changes).step == 8
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "halves"))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     logs = [
@@ -79,8 +82,9 @@ def test_a_run_in_two_halves_is_the_run_in_one(target, data, tmp_path):
     ]
     assert logs[0][-1]["step"] == logs[1][-1]["step"] == 8
     before, after = (torch.load(tmp_path / n / "checkpoint.pt", weights_only=True) for n in ("whole", "halves"))
-    for a, b in zip(before["optimiser"]["state"].values(), after["optimiser"]["state"].values(), strict=True):
-        assert all(torch.equal(a[key], b[key]) for key in a)
+    for one, two in zip(before["optimisers"], after["optimisers"], strict=True):
+        for a, b in zip(one["state"].values(), two["state"].values(), strict=True):
+            assert a and all(torch.equal(a[key], b[key]) for key in a)
 
 
 def test_a_run_that_was_killed_logs_no_step_twice(target, data, tmp_path):
@@ -109,7 +113,7 @@ def test_only_the_drafter_learns(target, data, tmp_path):
     fresh = {name: p.clone() for name, p in run.drafter.named_parameters()}
     run.run_all(stop_after=2)
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in run.target.named_parameters())
-    trained = {id(p) for group in run.optimiser.param_groups for p in group["params"]}
+    trained = {id(p) for o in run.optimisers for group in o.param_groups for p in group["params"]}
     assert trained == {id(p) for p in run.model.parameters()} == {id(p) for p in run.drafter.parameters()}
     assert all(not torch.equal(p, fresh[name]) for name, p in run.drafter.named_parameters())
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == fresh.keys()  # no embedding, no head
@@ -158,14 +162,6 @@ def test_too_few_documents_to_hold_out(target, data, tmp_path):
     assert DFlashConfig.from_file(tmp_path / "out" / "config.json").off_spine is None
 
 
-def test_the_learning_rate():
-    config = OptimiserConfig(steps=100, warmup=0.1, learning_rate=1.0)
-    rates = [learning_rate(config, step) for step in range(100)]
-    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
-    assert rates[10] == 1.0 and rates[55] == pytest.approx(0.5) and 0 < rates[99] < 0.001
-    assert rates[10:] == sorted(rates[10:], reverse=True)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_folder_is_a_published_drafter(dtype, target, data, tmp_path):
     changes = {"output.dtype": dtype, "drafter.sliding_window": 6, "drafter.causal": True}
@@ -201,6 +197,8 @@ def test_default_taps():
 REFUSED = {
     "train.steps": (0, "steps = 0: must be at least 1"),
     "train.warmup": (1.0, "warmup = 1.0"),
+    "train.soft_labels": (1.5, r"soft_labels = 1.5: must be in \[0, 1\]"),
+    "train.optimiser": ("sgd", "'muon', 'adamw'"),
     "train.bogus": (1, "unknown key 'bogus'"),
     "trian.steps": (1, r"unknown table \[trian\]"),
     "loss.name": ("decai", "did you mean 'decay'"),
@@ -238,7 +236,7 @@ def test_refused(key, target, data, tmp_path, capsys):
 
 def test_output_folders_of_others_are_refused(target, data, tmp_path):
     trainer(target, data, tmp_path / "out").run_all(stop_after=1)
-    with pytest.raises(ValueError, match=r"another run \(train.learning_rate was 0.0006, is 0.1\)"):
+    with pytest.raises(ValueError, match=r"another run \(train.learning_rate was 0.001, is 0.1\)"):
         trainer(target, data, tmp_path / "out", {"train.learning_rate": 0.1})
     with pytest.raises(ValueError, match=r"another run .*dtype"):
         trainer(target, data, tmp_path / "out", {"output.dtype": "bfloat16"})
@@ -290,7 +288,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(target, data, tmp_path):
         run.run_all()
 
 
-def test_two_processes_step_by_their_mean_gradient(target, data, tmp_path, monkeypatch):
+def test_two_processes_step_by_their_mean_gradient(target, data, tmp_path):
     """One step under torchrun against the same step by hand."""
     changes = {"train.steps": 1, "train.sequences": 1}
     config = tmp_path / "train.toml"
@@ -304,20 +302,19 @@ def test_two_processes_step_by_their_mean_gradient(target, data, tmp_path, monke
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(root)})
     assert done.returncode == 0, done.stderr
-    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", lambda module: module)
     ranks = [trainer(target, data, tmp_path / "hand", changes, rank=rank, world=2) for rank in range(2)]
     for run in ranks:
         batch = run.batches[0]
-        features = target_features(run.target, run.taps, batch)
-        run.model(batch, features, run.blocks(0, batch)).loss.backward()
+        run.outcome(batch, run.blocks(0, batch)).loss.backward()
     first, second = (list(run.drafter.parameters()) for run in ranks)
     assert not torch.equal(first[0].grad, second[0].grad)
     for a, b in zip(first, second, strict=True):
         a.grad = (a.grad + b.grad) / 2
     torch.nn.utils.clip_grad_norm_(first, 1.0)
-    for group in ranks[0].optimiser.param_groups:
-        group["lr"] = learning_rate(ranks[0].train_config, 0)
-    ranks[0].optimiser.step()
+    for optimiser in ranks[0].optimisers:
+        for group in optimiser.param_groups:
+            group["lr"] = learning_rate(ranks[0].train_config, 0)
+        optimiser.step()
     stored = load_file(tmp_path / "out" / "model.safetensors")
     for name, parameter in ranks[0].drafter.named_parameters():
         torch.testing.assert_close(stored[name], parameter.detach(), rtol=1e-3, atol=1e-5)
