@@ -205,6 +205,13 @@ def test_runs_beside_each_other(tmp_path, monkeypatch):
     assert sorted(files(tmp_path / "data")) == ["manifest.json", "shard-00000.safetensors"]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("name", ["temperatures", "prompt_temperatures"])
+def test_what_is_no_temperature_is_refused_before_anything_is_loaded(name, value, target, tmp_path):
+    with pytest.raises(ValueError, match=f"{name} = .*: must be a list of temperatures"):
+        config_of(target, tmp_path / "data", **{name: [0.5, value]})
+
+
 def test_damage_is_named(target, tmp_path):
     identity = target_identity(target)
     with pytest.raises(ValueError, match="holds no document"):
