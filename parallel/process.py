@@ -80,10 +80,15 @@ def meet() -> None:
     _store, _, _ = next(iter(rendezvous("env://", timeout=MEETING)))
 
 
+def wait_for_all() -> None:
+    """Until all processes have come so far, however long that takes."""
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1))  # a barrier on the host; that of NCCL would need the device
+
+
 def leave() -> None:
     """Part from the others, when all is done and no captured graph is left that holds a collective."""
     if dist.is_initialized():
-        dist.all_reduce(torch.zeros(1))  # a barrier on the host; that of NCCL would need the device
         dist.destroy_process_group()
 
 
