@@ -8,6 +8,7 @@ near-ties that the width noise explains.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import sys
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_repeatable(base, arguments.oracle, one)
     prompts = pick_prompts(arguments.prompts, arguments.limit)
     variants = _variants(base, arguments.drafts, arguments.trees)
-    oracles: dict[str, list[list[int]]] = {}
+    oracles: dict[str, dict[str, Any]] = {}
     rows, records, wrong = [HEAD], [], 0
     for name, config in variants:
         engine = Engine(config, progress=_say)
@@ -84,7 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
                      f"{sampling}")  # fmt: skip
                 oracles[sampling] = _oracle(arguments.oracle, record, sampling, engine, texts, one)
             began = time.perf_counter()
-            found = _check(engine, texts, oracles[sampling], one, arguments.oracle != "transformers")
+            tokens = oracles[sampling]["tokens"]
+            found = _check(engine, texts, tokens, one, arguments.oracle != "transformers")
             records += [{"variant": name, "sampling": sampling, **outcome} for outcome in found]
             row = _row(found, time.perf_counter() - began)
             rows.append([name, sampling, *row])
@@ -180,16 +182,22 @@ def _variants(base: Any, drafts: str, trees: str) -> list[tuple[str, Any]]:
 
 def _oracle(
     kind: str, record: dict[str, Any] | None, sampling: str, engine: Any, texts: list[list[int]], settings: Settings
-) -> list[list[int]]:
-    if kind == "plain":
-        return [c.token_ids for c in engine.generate_plain(texts, settings, progress=True)]
+) -> dict[str, Any]:
+    """How tokens are chosen, seed and [sampling] included (as JSON has it), and the oracle's tokens by prompt."""
+    params = json.loads(json.dumps(dataclasses.asdict(engine.sampler.params(**settings.sampling))))
+    if not params["temperature"]:
+        del params["seed"]  # made up if there is none, and not used
     if record is not None:
-        return _recorded(kind, record, sampling, texts, settings)
+        return _recorded(kind, record, sampling, texts, settings, params)
+    if kind == "plain":
+        tokens = [c.token_ids for c in engine.generate_plain(texts, settings, progress=True)]
+        return {"params": params, "tokens": tokens}
     from .peers import transformers_greedy, transformers_model
 
     peer, most = transformers_model(engine), settings.max_new_tokens or engine.capacity
     # The context limit ends our outputs; the oracle must stop there too.
-    return [transformers_greedy(peer, ids, min(most, engine.capacity - len(ids))) for ids in texts]
+    tokens = [transformers_greedy(peer, ids, min(most, engine.capacity - len(ids))) for ids in texts]
+    return {"params": params, "tokens": tokens}
 
 
 def _read_record(file: str) -> dict[str, Any]:
@@ -204,13 +212,21 @@ def _read_record(file: str) -> dict[str, Any]:
 
 
 def _recorded(
-    file: str, record: dict[str, Any], sampling: str, texts: list[list[int]], settings: Settings
-) -> list[list[int]]:
-    """The oracle's tokens of an earlier run, which must have had the same prompts and settings."""
-    tokens: list[list[int]] | None = record["oracles"].get(sampling)
-    if tokens is None or (record["prompts"], record["max_new_tokens"]) != (texts, settings.max_new_tokens):
+    file: str, record: dict[str, Any], sampling: str, texts: list[list[int]], settings: Settings,
+    params: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """The oracle of an earlier run, which must have had the same prompts and settings."""
+    found: dict[str, Any] | None = record["oracles"].get(sampling)
+    if found is None or (record["prompts"], record["max_new_tokens"]) != (texts, settings.max_new_tokens):
         raise ValueError(f"--oracle {file}: was written for other prompts, --sampling or another --max-new-tokens")
-    return tokens
+    if found["params"] != params:
+        other = ", ".join(f"{name} = {found['params'].get(name)}" for name in params
+                          if found["params"].get(name) != params[name])  # fmt: skip
+        raise ValueError(
+            f"--oracle {file}: was written with {other}: give the same [sampling], and --sampling in the same order, "
+            "which decides the seeds"
+        )
+    return found
 
 
 def _check(

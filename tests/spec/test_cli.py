@@ -313,7 +313,7 @@ def test_check_lossless_against_the_tokens_of_another_run(folder, prompts, tmp_p
     assert main([*command, *short, "--sampling", "top_k=3", "--oracle", str(file)]) == 2
     assert capsys.readouterr().err.count("was written for other prompts, --sampling or another --max-new-tokens") == 3
     record = json.loads(file.read_text())
-    record["oracles"][""][1][3] ^= 1
+    record["oracles"][""]["tokens"][1][3] ^= 1
     file.write_text(json.dumps(record))
     assert main([*command, *short, "--oracle", str(file)]) == 1
     del record["max_new_tokens"]
@@ -323,6 +323,20 @@ def test_check_lossless_against_the_tokens_of_another_run(folder, prompts, tmp_p
     for oracle in (file, tmp_path, "plian"):
         assert main([*command, *short, "--oracle", str(oracle)]) == 2
         assert f"--oracle {oracle}: neither 'transformers' nor 'plain' nor a file" in capsys.readouterr().err
+
+
+def test_tokens_of_another_run_are_of_the_same_seed_and_sampling(folder, prompts, tmp_path, capsys):
+    where = ["--set", f"target.path={folder}", "--set", "target.dtype=float32", "--prompts", str(prompts)]
+    command = ["check-lossless", *where, "--drafts", "config", "--trees", "chain", "--max-new-tokens", "3"]
+    file = tmp_path / "found.json"
+    settings, other = ["--sampling", "temperature=0.9", "temperature=1.5,top_k=9"], ["--set", "sampling.top_p=0.8"]
+    assert main([*command, "--oracle", "plain", "--json", str(file), *settings]) == 0
+    assert main([*command, "--oracle", str(file), *settings]) == 0
+    assert main([*command, "--oracle", str(file), *settings[:2]]) == 0
+    assert main([*command, "--oracle", str(file), "--sampling", settings[2]]) == 2
+    assert "was written with seed = 1: give the same [sampling]" in capsys.readouterr().err
+    assert main([*command, "--oracle", str(file), *settings, *other]) == 2
+    assert "was written with top_p = 1.0:" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("oracle", ["plain", "transformers"])
