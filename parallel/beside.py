@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
-from .process import MEETING, rank, started
+from .process import rank, shared_store, started
 
 T = TypeVar("T")
 LOOK_SECONDS = 0.2
@@ -25,12 +24,15 @@ class Beside:
 
     Args:
         job: a name of its own for each job of a run.
+
+    Raises:
+        ValueError: torchrun's description of the processes is incomplete.
     """
 
     def __init__(self, job: str) -> None:
         self._store: Any = None
         if started() > 1:
-            self._store = PrefixStore(f"flashtree/{job}", next(iter(rendezvous("env://", timeout=MEETING)))[0])
+            self._store = PrefixStore(f"flashtree/{job}", shared_store())
 
     def turns(self, count: int) -> Iterator[int]:
         """The numbers below `count`, each in one process only; the next one goes to the process that asks first."""

@@ -7,6 +7,7 @@ here reads that description. Knows neither models nor placements.
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -66,24 +67,38 @@ def join(device: str) -> None:
 
 
 def meet() -> None:
-    """Reach the store through which the processes find each other.
+    """Reach the store through which the processes find each other, as one that works together with the others.
 
     Raises:
         ValueError: torchrun's description of the processes is incomplete.
     """
     global _store
-    if started() == 1 or _store is not None:
-        return
+    if started() > 1:
+        _store = shared_store()
+
+
+@functools.cache
+def shared_store() -> Any:
+    """The store of all processes that torchrun started.
+
+    Raises:
+        ValueError: torchrun's description of the processes is incomplete.
+    """
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(f"several processes, but {', '.join(missing)} not set: start them with torchrun")
-    _store, _, _ = next(iter(rendezvous("env://", timeout=MEETING)))
+    return next(iter(rendezvous("env://", timeout=MEETING)))[0]
+
+
+def wait_for_all() -> None:
+    """Until all processes have come so far, however long that takes."""
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1))  # a barrier on the host; that of NCCL would need the device
 
 
 def leave() -> None:
     """Part from the others, when all is done and no captured graph is left that holds a collective."""
     if dist.is_initialized():
-        dist.all_reduce(torch.zeros(1))  # a barrier on the host; that of NCCL would need the device
         dist.destroy_process_group()
 
 

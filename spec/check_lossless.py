@@ -1,19 +1,14 @@
 """`flashtree check-lossless`: every drafter x tree against an oracle, prompt by prompt, token by token.
 
-    "--sampling", nargs="*", metavar="SETTINGS",
-    help="compare seeded sampling (--oracle plain): temperature=0.7,top_p=0.9 and so on, one engine for all; "
-    "without SETTINGS a matrix of temperatures and filters",
-)  # fmt: skip
-parser.add_argument(
-    "--oracle", default="transformers", metavar="WHAT",
-    help="transformers, plain, or the --json file of another run of this command, as of another layout",
-)  # fmt: skip
-parser.add_argument("--json", metavar="FILE", help="write every comparison and the oracles' tokens to this file")
+The oracle is transformers' greedy `generate` on the same weights (another implementation), this engine's own plain
+decoding, or what another run of this command has written. fp32 must be identical; other precisions may differ at
+near-ties that the width noise explains.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import sys
@@ -27,6 +22,7 @@ from sampling.gumbel import Gumbel
 from .cli import add_config_arguments, check_writable
 from .requests import Completion, Settings, changed
 
+ORACLES = ("transformers", "plain")
 # What `--sampling` stands for: each temperature with each mix of filters.
 TEMPERATURES = (0.3, 0.7, 1.0, 1.5)
 MIXES: tuple[dict[str, Any], ...] = (
@@ -72,12 +68,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1")
     settings = {name: changed(one, {"max_new_tokens": arguments.max_new_tokens})
                 for name, one in _settings(arguments.sampling).items()}  # fmt: skip
+    record = None if arguments.oracle in ORACLES else _read_record(arguments.oracle)
     check_writable(arguments.json)
     for one in settings.values():
         _check_repeatable(base, arguments.oracle, one)
     prompts = pick_prompts(arguments.prompts, arguments.limit)
     variants = _variants(base, arguments.drafts, arguments.trees)
-    oracles: dict[str, list[list[int]]] = {}
+    oracles: dict[str, dict[str, Any]] = {}
     rows, records, wrong = [HEAD], [], 0
     for name, config in variants:
         engine = Engine(config, progress=_say)
@@ -86,9 +83,10 @@ def run(arguments: argparse.Namespace) -> int:
             if sampling not in oracles:
                 _say(f"oracle: {arguments.oracle}, {len(texts)} prompts x {arguments.max_new_tokens}{sampling and ', '}"
                      f"{sampling}")  # fmt: skip
-                oracles[sampling] = _oracle(arguments.oracle, sampling, engine, texts, one)
+                oracles[sampling] = _oracle(arguments.oracle, record, sampling, engine, texts, one)
             began = time.perf_counter()
-            found = _check(engine, texts, oracles[sampling], one)
+            tokens = oracles[sampling]["tokens"]
+            found = _check(engine, texts, tokens, one, arguments.oracle != "transformers")
             records += [{"variant": name, "sampling": sampling, **outcome} for outcome in found]
             row = _row(found, time.perf_counter() - began)
             rows.append([name, sampling, *row])
@@ -99,8 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(table(rows))
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as out:
-            record = {"prompts": texts, "max_new_tokens": arguments.max_new_tokens, "oracles": oracles}
-            json.dump(record | {"comparisons": records}, out)
+            written = {"prompts": texts, "max_new_tokens": arguments.max_new_tokens, "oracles": oracles}
+            json.dump(written | {"comparisons": records}, out)
     return 1 if wrong else 0
 
 
@@ -140,6 +138,8 @@ def _settings(given: list[str] | None) -> dict[str, Settings]:
             if not all("=" in part for part in text.split(",")):
                 raise ValueError(f"--sampling {text}: write it as name=value, for example temperature=0.7,top_p=0.9")
         found = [dict(parse_override(part) for part in text.split(",")) for text in given]
+    if any("max_new_tokens" in one for one in found):
+        raise ValueError("--sampling max_new_tokens: is the same for all; give --max-new-tokens")
     named = {",".join(f"{key}={value}" for key, value in one.items()): one for one in found}
     return {name: changed(None, {"seed": seed} | one) for seed, (name, one) in enumerate(named.items())}
 
@@ -180,35 +180,59 @@ def _variants(base: Any, drafts: str, trees: str) -> list[tuple[str, Any]]:
     return found
 
 
-def _oracle(kind: str, sampling: str, engine: Any, texts: list[list[int]], settings: Settings) -> list[list[int]]:
+def _oracle(
+    kind: str, record: dict[str, Any] | None, sampling: str, engine: Any, texts: list[list[int]], settings: Settings
+) -> dict[str, Any]:
+    """How tokens are chosen, seed and [sampling] included (as JSON has it), and the oracle's tokens by prompt."""
+    params = json.loads(json.dumps(dataclasses.asdict(engine.sampler.params(**settings.sampling))))
+    if not params["temperature"]:
+        del params["seed"]  # made up if there is none, and not used
+    if record is not None:
+        return _recorded(kind, record, sampling, texts, settings, params)
     if kind == "plain":
-        return [c.token_ids for c in engine.generate_plain(texts, settings, progress=True)]
-    if kind != "transformers":
-        return _recorded(kind, sampling, texts, settings)
+        tokens = [c.token_ids for c in engine.generate_plain(texts, settings, progress=True)]
+        return {"params": params, "tokens": tokens}
     from .peers import transformers_greedy, transformers_model
 
     peer, most = transformers_model(engine), settings.max_new_tokens or engine.capacity
     # The context limit ends our outputs; the oracle must stop there too.
-    return [transformers_greedy(peer, ids, min(most, engine.capacity - len(ids))) for ids in texts]
+    tokens = [transformers_greedy(peer, ids, min(most, engine.capacity - len(ids))) for ids in texts]
+    return {"params": params, "tokens": tokens}
 
 
-def _recorded(file: str, sampling: str, texts: list[list[int]], settings: Settings) -> list[list[int]]:
-    """The oracle's tokens in the --json file of an earlier run, of the same prompts and settings."""
+def _read_record(file: str) -> dict[str, Any]:
+    """What an earlier run has written by --json, as far as it is an oracle."""
     try:
         record = json.loads(Path(file).read_text(encoding="utf-8"))
-        prompts, tokens = record["prompts"], record["oracles"].get(sampling)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return {name: record[name] for name in ("prompts", "max_new_tokens")} | {"oracles": dict(record["oracles"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"--oracle {file}: neither 'transformers' nor 'plain' nor a file that --json has written ({error})"
         ) from None
-    if tokens is None or (prompts, record["max_new_tokens"]) != (texts, settings.max_new_tokens):
+
+
+def _recorded(
+    file: str, record: dict[str, Any], sampling: str, texts: list[list[int]], settings: Settings,
+    params: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """The oracle of an earlier run, which must have had the same prompts and settings."""
+    found: dict[str, Any] | None = record["oracles"].get(sampling)
+    if found is None or (record["prompts"], record["max_new_tokens"]) != (texts, settings.max_new_tokens):
         raise ValueError(f"--oracle {file}: was written for other prompts, --sampling or another --max-new-tokens")
-    found: list[list[int]] = tokens
+    if found["params"] != params:
+        other = ", ".join(f"{name} = {found['params'].get(name)}" for name in params
+                          if found["params"].get(name) != params[name])  # fmt: skip
+        raise ValueError(
+            f"--oracle {file}: was written with {other}: give the same [sampling], and --sampling in the same order, "
+            "which decides the seeds"
+        )
     return found
 
 
-def _check(engine: Any, texts: list[list[int]], oracle: list[list[int]], settings: Settings) -> list[dict[str, Any]]:
-    """Outcomes by prompt. Both runs had as many rows in a forward as there are slots (and nodes)."""
+def _check(
+    engine: Any, texts: list[list[int]], oracle: list[list[int]], settings: Settings, ours: bool
+) -> list[dict[str, Any]]:
+    """Outcomes by prompt. A forward of ours had a row for each slot (and node); the oracle's, if not ours, one."""
     from .compare import compare
 
     slots, exact = min(engine.state.slots, len(texts)), engine.config.target.dtype == "float32"
@@ -218,7 +242,7 @@ def _check(engine: Any, texts: list[list[int]], oracle: list[list[int]], setting
     for index, done in sorted(completions.items()):
         outcome = compare(
             engine.target, texts[index], done.token_ids, oracle[index], slots * engine.nodes, engine.sampler, params,
-            slots,
+            slots if ours else 1,
         )  # fmt: skip
         found.append(
             {

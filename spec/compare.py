@@ -30,7 +30,7 @@ class Comparison:
         first_difference: index of the first token that differs, None if identical.
         gap: how far either token is from being the choice in either width at that place: the difference of logits or,
             where tokens are sampled, of the scores whose argmax they are, or the distance to a filter's border. See
-            `shortfall`.
+            `shortfall`. Once it is more than is allowed it may be larger yet: that is not looked into.
         noise: largest logit difference between the two widths anywhere on this text, in the gap's unit.
     """
 
@@ -89,15 +89,18 @@ def compare(
     if isinstance(sampler, Gumbel) and params is not None and not sampler.always_argmax(params):
         unit = max(params.repetition_penalty, 1 / params.repetition_penalty) / (params.temperature or 1.0)
         chosen = functools.partial(scores, sampler, params, prompt_ids, a[:first])
-    gap = max(shortfall(chosen, row, token, unit) for row in rows for token in (a[first], b[first]))
-    return Comparison(identical=False, first_difference=first, gap=gap, noise=noise * unit)
+    outcome = Comparison(identical=False, first_difference=first, noise=noise * unit)
+    gaps = [shortfall(chosen, row, token, unit, outcome.allowed) for row in rows for token in (a[first], b[first])]
+    return dataclasses.replace(outcome, gap=max(gaps))
 
 
 def _same(logits: Tensor) -> Tensor:
     return logits
 
 
-def shortfall(chosen: Callable[[Tensor], Tensor], logits: Tensor, token: int, unit: float) -> float:
+def shortfall(
+    chosen: Callable[[Tensor], Tensor], logits: Tensor, token: int, unit: float, enough: float = float("inf")
+) -> float:
     """By how much logits have to move against each other for a token to be the choice.
 
     It has to be kept by the filters, and each token with a better score has to come down to it or to be removed by
@@ -108,6 +111,8 @@ def shortfall(chosen: Callable[[Tensor], Tensor], logits: Tensor, token: int, un
         logits: [V].
         token: which.
         unit: of scores, in logits.
+        enough: what is more than this is not measured to the end: with all better tokens, thousands in a wide
+            distribution, it takes minutes.
 
     Returns:
         0 for the choice itself; in the scores' unit. inf: nothing of the kind would help.
@@ -119,7 +124,7 @@ def shortfall(chosen: Callable[[Tensor], Tensor], logits: Tensor, token: int, un
     score, worst = chosen(logits), into * unit
     for other in score.argsort(descending=True).tolist():
         ahead = float(score[other] - score[token])
-        if not ahead > worst:
+        if worst > enough or not ahead > worst:
             break
         out = _least(functools.partial(_removed, chosen, logits, other))
         worst = max(worst, min(ahead, out * unit))

@@ -22,7 +22,7 @@ from parallel import process
 from .cli import interrupted, is_users
 
 WATCH_SECONDS = 1.0
-LEAVE_SECONDS = 10.0  # for parting; all is done by then
+LEAVE_SECONDS = 10.0  # for parting; all processes have done everything by then
 
 
 def run_together(main: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
@@ -52,6 +52,7 @@ def run_together(main: Callable[[argparse.Namespace], int], arguments: argparse.
     watch.start()
     try:
         code = main(arguments)
+        process.wait_for_all()
     except BaseException as error:
         _end(error, errors)
     done.set()  # from here on the store may go away

@@ -28,6 +28,12 @@ def at_least(config: Any, least: int, *names: str) -> None:
             raise ValueError(f"{name} = {value}: must be at least {least}")
 
 
+def check_temperatures(name: str, values: tuple[float, ...]) -> None:
+    """Refuse a list without any, and what is no temperature."""
+    if not values or not all(0 <= value < math.inf for value in values):
+        raise ValueError(f"{name} = {list(values)}: must be a list of temperatures, 0 (greedy) or more")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """Text that the target writes.
@@ -78,9 +84,7 @@ class DataConfig:
                 f"documents = {self.documents}: must be a multiple of shard_documents = {self.shard_documents}"
             )
         for name in ("prompt_temperatures", "temperatures"):
-            values = getattr(self, name)
-            if not values or min(values) < 0:
-                raise ValueError(f"{name} = {list(values)}: must be a list of temperatures, 0 (greedy) or more")
+            check_temperatures(name, getattr(self, name))
         if not self.openings:
             raise ValueError('openings = []: must be a list of texts; [""] for none')
         if self.prompts is None and 0.0 in self.prompt_temperatures:
@@ -226,10 +230,7 @@ class EvaluateConfig:
         at_least(self, 1, "limit", "max_new_tokens", "slots")
         if any(budget < 1 for budget in self.budgets):
             raise ValueError(f"budgets = {list(self.budgets)}: must be at least 1 each")
-        if not self.temperatures or not all(0 <= temperature < math.inf for temperature in self.temperatures):
-            raise ValueError(
-                f"temperatures = {list(self.temperatures)}: must be a list of temperatures, 0 (greedy) or more"
-            )
+        check_temperatures("temperatures", self.temperatures)
         if not self.samplers:
             raise ValueError("samplers = []: must be a list of sampling strategies")
 

@@ -7,11 +7,13 @@ made or packed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +46,21 @@ def target_identity(folder: Path) -> dict[str, str]:
     }
 
 
+@contextlib.contextmanager
+def put_in_place(path: Path) -> Iterator[Path]:
+    """A file that is there whole or not at all, whoever else writes it at the same time: gives the name to write to."""
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def write_atomically(path: Path, content: str) -> None:
-    """A text file that is there whole or not at all, whoever else writes it at the same time."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(content, encoding="utf-8")
-    os.replace(partial, path)
+    """A text file, by `put_in_place`."""
+    with put_in_place(path) as partial:
+        partial.write_text(content, encoding="utf-8")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,13 +85,16 @@ class Store:
     def __init__(self, folder: Path, target: dict[str, str]) -> None:
         self.folder = folder
         self.manifest: dict[str, Any] = {"format": FORMAT, "target": target, "recipe": None}
-        if (folder / MANIFEST).is_file():
-            self.manifest = read_json(folder / MANIFEST)
-            self._check(target)
-        elif folder.is_dir() and (strange := [p.name for p in folder.iterdir() if not p.name.endswith(".partial")]):
+        files = folder.iterdir() if folder.is_dir() else ()
+        strange = [file.name for file in files if not file.name.endswith(".partial")]
+        if not self._begun() and strange:
             raise ValueError(f"data folder {folder} has no {MANIFEST} but holds {strange[0]}; give another folder")
 
-    def _check(self, target: dict[str, str]) -> None:
+    def _begun(self) -> bool:
+        """Whether there is a manifest, which is read then, and must be one of our target."""
+        if not (self.folder / MANIFEST).is_file():
+            return False
+        target, self.manifest = self.manifest["target"], read_json(self.folder / MANIFEST)
         if self.manifest.get("format") != FORMAT:
             raise ValueError(f"{self.folder}: data of format {self.manifest.get('format')!r}; known: {FORMAT}")
         if other := [name for name, value in target.items() if self.manifest["target"].get(name) != value]:
@@ -87,6 +102,7 @@ class Store:
                 f"data folder {self.folder} was written by another target (its {' and '.join(other)} differ): a "
                 "drafter must learn from its own target's text; give another folder"
             )
+        return True
 
     def file(self, number: int) -> Path:
         """Where a shard is, or will be."""
@@ -126,16 +142,17 @@ class Store:
 
     def use_recipe(self, recipe: dict[str, Any]) -> None:
         """Note how documents are made; shards that were made another way are refused."""
+        if not self._begun():  # a run beside us may have since we looked
+            self.manifest["recipe"] = recipe
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.folder / MANIFEST, json.dumps(self.manifest, indent=1))
         known = self.manifest["recipe"]
-        if known is not None and known != recipe:
+        if known != recipe:
             changed = [name for name in recipe if known.get(name) != recipe[name]]
             raise ValueError(
                 f"data folder {self.folder} was begun with other settings ({', '.join(changed)}); give another folder, "
                 "or the settings it was begun with"
             )
-        self.manifest["recipe"] = recipe
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / MANIFEST, json.dumps(self.manifest, indent=1))
 
     def add(self, number: int, documents: Sequence[Document]) -> None:
         """Write a shard."""
@@ -149,12 +166,10 @@ class Store:
             "prompt": torch.tensor([len(document.prompt) for document in documents], dtype=torch.int64),
         }
         answers = sum(len(document.answer) for document in documents)
-        file = self.file(number)
-        partial = file.with_name(file.name + ".partial")
         # One entry: of several, safetensors leaves the order to chance.
         header = json.dumps({"documents": len(documents), "answer_tokens": answers})
-        save_file(tensors, partial, metadata={HEADER: header})
-        os.replace(partial, file)
+        with put_in_place(self.file(number)) as partial:
+            save_file(tensors, partial, metadata={HEADER: header})
 
     def load(self) -> Corpus:
         """All shards.

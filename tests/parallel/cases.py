@@ -148,6 +148,15 @@ def compared(tables, prompt, a, b, width):
     return found.first_difference, found.gap, found.noise
 
 
+def beside(count):
+    """The pieces of work that came to this process, and what it was told of the others."""
+    from parallel.beside import Beside
+
+    job = Beside("pieces")
+    mine = list(job.turns(count))
+    return mine, job.gathered(mine)
+
+
 def connect(layout, device):
     """Nothing but errors."""
     LAYOUTS.build(layout).connect(device)

@@ -130,3 +130,26 @@ def test_two_machines_of_two_processes(options):
     assert [run.returncode for run in runs] == [0, 0], err
     check(config, out)
     assert not silent
+
+
+LATE = """
+import argparse, sys, time
+from parallel import process
+from spec import together
+
+together.LEAVE_SECONDS = 1.0
+
+def main(arguments):
+    process.join("cpu")
+    time.sleep(4 * (process.rank() == 0))
+    return 0
+
+sys.exit(together.run_together(main, argparse.Namespace()))
+"""
+
+
+def test_who_is_done_waits_for_the_others(tmp_path):
+    (tmp_path / "late.py").write_text(LATE)
+    run = torchrun(str(tmp_path / "late.py"), nodes=("--standalone", "--nproc-per-node", "2"))
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 0, err

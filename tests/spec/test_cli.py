@@ -302,6 +302,56 @@ def test_check_lossless_fails_where_plain_decoding_is_another(folder, prompts, m
     assert out.rstrip().endswith("FAIL") and "NOT explained" in err
 
 
+def test_check_lossless_against_the_tokens_of_another_run(folder, prompts, tmp_path, monkeypatch, capsys):
+    where = ["--set", f"target.path={folder}", "--set", "target.dtype=float32", "--prompts", str(prompts)]
+    command, file = ["check-lossless", *where, "--drafts", "config", "--trees", "chain"], tmp_path / "found.json"
+    short = ["--max-new-tokens", "5"]
+    assert main([*command, *short, "--oracle", "plain", "--json", str(file)]) == 0
+    assert main([*command, *short, "--oracle", str(file)]) == 0
+    assert main([*command, "--max-new-tokens", "6", "--oracle", str(file)]) == 2
+    assert main([*command, *short, "--limit", "1", "--oracle", str(file)]) == 2
+    assert main([*command, *short, "--sampling", "top_k=3", "--oracle", str(file)]) == 2
+    assert capsys.readouterr().err.count("was written for other prompts, --sampling or another --max-new-tokens") == 3
+    record = json.loads(file.read_text())
+    record["oracles"][""]["tokens"][1][3] ^= 1
+    file.write_text(json.dumps(record))
+    assert main([*command, *short, "--oracle", str(file)]) == 1
+    del record["max_new_tokens"]
+    file.write_text(json.dumps(record))
+    # Before any model is loaded.
+    monkeypatch.setattr(Engine, "__init__", lambda *_, **__: pytest.fail("an engine was built"))
+    for oracle in (file, tmp_path, "plian"):
+        assert main([*command, *short, "--oracle", str(oracle)]) == 2
+        assert f"--oracle {oracle}: neither 'transformers' nor 'plain' nor a file" in capsys.readouterr().err
+
+
+def test_tokens_of_another_run_are_of_the_same_seed_and_sampling(folder, prompts, tmp_path, capsys):
+    where = ["--set", f"target.path={folder}", "--set", "target.dtype=float32", "--prompts", str(prompts)]
+    command = ["check-lossless", *where, "--drafts", "config", "--trees", "chain", "--max-new-tokens", "3"]
+    file = tmp_path / "found.json"
+    settings, other = ["--sampling", "temperature=0.9", "temperature=1.5,top_k=9"], ["--set", "sampling.top_p=0.8"]
+    assert main([*command, "--oracle", "plain", "--json", str(file), *settings]) == 0
+    assert main([*command, "--oracle", str(file), *settings]) == 0
+    assert main([*command, "--oracle", str(file), *settings[:2]]) == 0
+    assert main([*command, "--oracle", str(file), "--sampling", settings[2]]) == 2
+    assert "was written with seed = 1: give the same [sampling]" in capsys.readouterr().err
+    assert main([*command, "--oracle", str(file), *settings, *other]) == 2
+    assert "was written with top_p = 1.0:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("oracle", ["plain", "transformers"])
+def test_the_width_of_the_oracle(oracle, folder, prompts, monkeypatch):
+    """transformers runs prompt by prompt; plain decoding has a row for each slot."""
+    import spec.compare
+
+    found, compare = [], spec.compare.compare
+    monkeypatch.setattr(spec.compare, "compare", lambda *given: (found.append(given[7]), compare(*given))[1])
+    where = ["--set", f"target.path={folder}", "--set", "target.dtype=float32", "--prompts", str(prompts)]
+    how = ["--oracle", oracle, "--drafts", "config", "--trees", "chain", "--max-new-tokens", "3"]
+    assert main(["check-lossless", *where, *how, "--set", "engine.slots=2"]) == 0
+    assert found == [{"plain": 2, "transformers": 1}[oracle]] * 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -311,6 +361,7 @@ def test_check_lossless_fails_where_plain_decoding_is_another(folder, prompts, m
         (["check-lossless", "--prompts", "P", "--set", "sampling.repetition_penalty=1.3"], "use --oracle plain"),
         (["check-lossless", "--prompts", "P", "--sampling"], "use --oracle plain"),
         (["check-lossless", "--prompts", "P", "--sampling", "top_p"], "--sampling top_p: write it as name=value"),
+        (["check-lossless", "--prompts", "P", "--sampling", "max_new_tokens=3"], "give --max-new-tokens"),
     ],
 )
 def test_commands_that_would_compare_or_time_nonsense(arguments, message, tmp_path, capsys):

@@ -144,5 +144,21 @@ def test_without_filters_it_is_the_difference_of_scores():
     assert [shortfall(lambda x: x, row, token, 1.0) for token in range(3)] == [3.0, 0.0, 0.5]
 
 
+def test_a_wrong_token_takes_no_longer_than_a_near_one():
+    """Of thousands of better tokens not each is looked at, once it is clear that the difference is too large."""
+    sampler = SAMPLERS.build({"name": "gumbel", "filters": ["top_p"]})
+    params, asked = sampler.params(temperature=1.5, seed=1, top_p=0.9), []
+    logits = torch.randn(4000, generator=torch.Generator().manual_seed(1))
+
+    def chosen(logits):
+        asked.append(1)
+        return scores(sampler, params, [1, 2], [3], logits)
+
+    kept = chosen(logits)
+    middle = int(kept.argsort(descending=True)[int((kept > -torch.inf).sum()) // 2])
+    assert 0.2 < shortfall(chosen, logits, middle, 1 / 1.5, 0.2) <= float(kept.max() - kept[middle]) * 1.01
+    assert len(asked) < 200
+
+
 def test_a_banned_token_is_explained_by_nothing():
     assert judge({"banned_token_ids": (THIRD,)}, LOGITS, THIRD)[1] == float("inf")
