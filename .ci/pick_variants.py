@@ -23,7 +23,7 @@ for line in sys.stdin.read().splitlines():
 chosen = []
 for kind in dict.fromkeys(kind for kind, _ in found):
     best = max((key for key in found if key[0] == kind), key=found.__getitem__)
-    if kind != "base" and found[best] > 1.01 * found["base", "base"]:
+    if kind != "base" and found[best] > 1.01 * found.get(("base", "base"), float("inf")):
         chosen += options[best]
 output.write_text(" ".join(chosen))
 print("chosen:", *chosen)

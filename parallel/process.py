@@ -37,11 +37,17 @@ def met() -> bool:
     return (_store is not None or dist.is_initialized()) and started() > 1
 
 
-def local_device(device: str) -> str:
-    """The device of this process: "cuda" becomes the one of our number on this machine."""
-    if started() > 1 and torch.device(device) == torch.device("cuda"):
-        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    return device
+def local_device(device: str, share: bool = False) -> str:
+    """The device of this process: "cuda" becomes the one of our number on this machine.
+
+    Args:
+        device: as the config names it.
+        share: processes that work beside each other may share a device where there are fewer.
+    """
+    if started() == 1 or torch.device(device) != torch.device("cuda"):
+        return device
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    return f"cuda:{number % max(torch.cuda.device_count(), 1) if share else number}"
 
 
 def join(device: str) -> None:

@@ -53,10 +53,14 @@ class Running:
             index=index, request=request, text=text, stats=stats, plain=plain, greedy=greedy, began=time.perf_counter()
         )  # fmt: skip
 
-    def begin(self) -> None:
-        """The prefill has run."""
+    def begin(self, others_until: float) -> None:
+        """The prefill has run.
+
+        Args:
+            others_until: when the prefill before it had run; until then it waited.
+        """
         self.first_token_at = time.perf_counter()
-        self.stats.prefill_seconds = self.first_token_at - self.began
+        self.stats.prefill_seconds = self.first_token_at - max(self.began, others_until)
 
     @property
     def committed(self) -> int:

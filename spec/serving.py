@@ -48,6 +48,7 @@ class _Serving:
         waiting: requests without a slot, with their indices.
         running: by slot.
         late: a round that is here, and is looked at once the device has its next one.
+        prefilled_at: when the last prefill had run.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[Request], plain: bool) -> None:
@@ -55,6 +56,7 @@ class _Serving:
         self.waiting = deque(enumerate(requests))
         self.running: dict[int, Running] = {}
         self.late: Round | None = None
+        self.prefilled_at = 0.0
 
     def run(self) -> Iterator[tuple[int, Piece]]:
         """Until all are done."""
@@ -94,7 +96,8 @@ class _Serving:
     def _start(self, slot: int, live: Running) -> Iterator[tuple[int, Piece]]:
         """Look at the oldest first token."""
         first = self.engine.readback.pop()
-        live.begin()
+        live.begin(self.prefilled_at)
+        self.prefilled_at = live.first_token_at
         self.running[slot] = live
         yield from self._take(slot, first, is_first=True)
 

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parallel.process import local_device, rank, started
+
 from .cli import add_config_arguments, check_writable
 
 if TYPE_CHECKING:
@@ -43,21 +45,21 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.stop_after is not None and arguments.stop_after < 1:
         raise ValueError(f"--stop-after {arguments.stop_after}: must be at least 1")
     parts = PARTS if arguments.only is None else (arguments.only,)
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     refuse_shape("target", config.target.path)
     folder = target_source(config.target.path, _say)
     published = published_config(config.drafter, folder)
     output = Path(config.output.folder).expanduser()
     if "train" in parts:
         check_output(output)
+        _check_devices(config)
     _check_evaluation(config, output, arguments)
     store = Store(Path(config.data.folder).expanduser(), target_identity(folder))
     if "data" in parts:
-        _write_data(config, store, rank)
-    if "train" in parts and not _train(config, published, store, rank, world, arguments.stop_after):
+        _write_data(config, store)
+    if "train" in parts and not _train(config, published, store, arguments.stop_after):
         return 0
     if "evaluate" in parts:
-        _evaluate(_on_own_device(config), output, arguments, rank)
+        _evaluate(_on_own_device(config), output, arguments)
     return 0
 
 
@@ -78,29 +80,38 @@ def _check_evaluation(config: TrainingConfig, output: Path, arguments: argparse.
         raise ValueError("nothing to evaluate on: give [evaluate] prompts, a list of prompt files")
 
 
-def _write_data(config: TrainingConfig, store: Store, rank: int) -> None:
+def _write_data(config: TrainingConfig, store: Store) -> None:
     from .training.generate import missing_shards, write_data
 
     if missing_shards(config.data, store):
         write_data(_on_own_device(config), store, _say)
-    if not rank:
+    if not rank():
         _say(f"data: {store.documents} documents, {store.tokens} answer tokens in {store.folder}")
 
 
 def _on_own_device(config: TrainingConfig) -> TrainingConfig:
     """With the device of this process; where there are more processes than devices, some share one."""
-    if config.target.device != "cuda" or "LOCAL_RANK" not in os.environ:
-        return config
     import torch
 
-    device = f"cuda:{int(os.environ['LOCAL_RANK']) % max(torch.cuda.device_count(), 1)}"
-    torch.cuda.set_device(device)
+    device = local_device(config.target.device, share=True)
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(device)
     return dataclasses.replace(config, target=dataclasses.replace(config.target, device=device))
 
 
-def _train(
-    config: TrainingConfig, published: dict[str, Any], store: Store, rank: int, world: int, stop_after: int | None
-) -> bool:
+def _check_devices(config: TrainingConfig) -> None:
+    """Refuse processes that would train on a device that is not there; writing and evaluation may share one."""
+    import torch
+
+    there = torch.cuda.device_count()
+    if started() > 1 and config.target.device == "cuda" and int(os.environ.get("LOCAL_RANK", 0)) >= there > 0:
+        raise ValueError(
+            f"more processes on this machine than its {there} GPUs: each trains on one of its own (--only data and "
+            "--only evaluate share them)"
+        )
+
+
+def _train(config: TrainingConfig, published: dict[str, Any], store: Store, stop_after: int | None) -> bool:
     """Whether the run is complete now."""
     import torch
 
@@ -111,33 +122,32 @@ def _train(
     from .training.trainer import Trainer
 
     corpus = store.load()
-    device = config.target.device
-    if world > 1:
+    device = local_device(config.target.device)
+    if started() > 1:
         if device.startswith("cuda"):
-            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
             torch.cuda.set_device(device)
         torch.distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     try:
         source = target_source(config.target.path)
         target = load_model(source, dtype=config.target.dtype, device=device, kernels="reference")
         run = {"target": store.manifest["target"]}
-        trainer = Trainer(config, target, published, corpus, run=run, rank=rank, world=world)
-        if not rank:
+        trainer = Trainer(config, target, published, corpus, run=run, rank=rank(), world=started())
+        if not rank():
             count = parameter_count(published)
             _say(f"drafter: {count} parameters, {2 * count / 1e6:.1f} MB in bf16; step {trainer.step} of "
                  f"{config.train.steps}")  # fmt: skip
         trainer.run_all(stop_after)
         return trainer.step >= config.train.steps
     finally:
-        if world > 1:
+        if started() > 1:
             torch.distributed.destroy_process_group()
 
 
-def _evaluate(config: TrainingConfig, output: Path, arguments: argparse.Namespace, rank: int) -> None:
+def _evaluate(config: TrainingConfig, output: Path, arguments: argparse.Namespace) -> None:
     from .training.evaluate import evaluate, report, write_json
 
     if not config.evaluate.prompts:
-        if not rank:
+        if not rank():
             _say(f"drafter: {output} (not evaluated: no [evaluate] prompts)")
         return
     records = evaluate(output, config.target, config.compile, config.evaluate, _say)

@@ -93,7 +93,10 @@ def _serve(pipe, rank, size, port):
 
     torch.set_num_threads(1)
     while True:
-        name, args, kwargs = pipe.recv()
+        try:
+            name, args, kwargs = pipe.recv()
+        except EOFError:  # whoever asked is gone
+            return
         try:
             pipe.send((False, getattr(cases, name)(*args, **kwargs)))
         except Exception as error:
