@@ -6,10 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# Matrix units take a row as a whole tile of them.
+TILES = bool(torch.cpu.get_capabilities().get("amx_tile", False))
+
 
 def linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    """layer(x); one row on a CPU goes through a matrix-vector product, which reads weights 1.7 times faster there."""
-    if x.device.type == "cpu" and x.dim() == 2 and x.shape[0] == 1:
+    """layer(x). On a CPU with matrix units (AMX) one row goes through a matrix-vector product.
+
+    It reads bf16 weights 1.7 times as fast there, but half as fast where there are none; in fp32 they are the same.
+    """
+    if TILES and x.device.type == "cpu" and x.dim() == 2 and x.shape[0] == 1:
         row = torch.mv(layer.weight, x[0])
         return (row if layer.bias is None else row + layer.bias)[None]
     return F.linear(x, layer.weight, layer.bias)
