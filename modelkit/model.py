@@ -152,12 +152,15 @@ class Transformer(nn.Module):
 
         Of this process's part of the vocabulary, where there is such a thing and `vocabulary` does not gather them.
         """
-        return self.deliver(soft_cap(linear(hidden, self.lm_head), self.config.final_logit_softcapping))
+        return self.deliver(self._own_logits(hidden))
 
     def whole_head(self, hidden: Tensor) -> Tensor:
         """As `head`, but of the whole vocabulary wherever its parts are."""
-        logits = soft_cap(linear(hidden, self.lm_head), self.config.final_logit_softcapping)
+        logits = self._own_logits(hidden)
         return logits if self.vocabulary is None else self.vocabulary.gather(logits)
+
+    def _own_logits(self, hidden: Tensor) -> Tensor:
+        return soft_cap(linear(hidden, self.lm_head), self.config.final_logit_softcapping)
 
     def deliver(self, logits: Tensor) -> Tensor:
         """What this process's rows of the head give [.., V], as samplers and drafters want it."""

@@ -81,6 +81,8 @@ def _read_sequence(kind: type, args: tuple[Any, ...], value: Any) -> Any:
 
 def spell_type(annotation: Any) -> str:
     """An annotation as messages show it."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return f"choice of {', '.join(map(repr, typing.get_args(annotation)))}"
     return annotation.__name__ if isinstance(annotation, type) and not typing.get_args(annotation) else str(annotation)
 
 

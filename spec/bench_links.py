@@ -127,14 +127,11 @@ def time_collectives(calls: list[Call], device: torch.device, repeat: int) -> di
 
 
 def _chain(group: Group, kind: str, x: Tensor) -> Step:
-    def all_reduce(x: Tensor) -> Tensor:
-        return group.reduce_by_backend(x)
-
     make: dict[str, Callable[[Tensor], Tensor]] = {
         SYMMETRIC: group.all_reduce,
         BROADCAST: lambda x: group.broadcast(x, 0),
         GATHER: lambda x: group.all_gather(x)[0],
-        "all_reduce": all_reduce,
+        "all_reduce": group.reduce_by_backend,
         "reduce_scatter_tensor": lambda x: group.reduce_scatter(x.view(group.size, -1)).repeat(group.size),
     }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """`flashtree train`."""
+    from modelkit.loading import check_device
+
     from .config import parse_override
     from .sources import refuse_shape, target_source
     from .training.config import load_training_config
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = Path(config.output.folder).expanduser()
     if "train" in parts:
         check_output(output)
-        _check_devices(config)
+        check_device(local_device(config.target.device))  # each trains on one of its own; other parts may share one
     _check_evaluation(config, output, arguments)
     store = Store(Path(config.data.folder).expanduser(), target_identity(folder))
     if "data" in parts:
@@ -91,31 +92,18 @@ def _write_data(config: TrainingConfig, store: Store) -> None:
 
 def _on_own_device(config: TrainingConfig) -> TrainingConfig:
     """With the device of this process; where there are more processes than devices, some share one."""
-    import torch
+    from modelkit.loading import use_device
 
     device = local_device(config.target.device, share=True)
-    if torch.device(device).type == "cuda":
-        torch.cuda.set_device(device)
+    use_device(device)
     return dataclasses.replace(config, target=dataclasses.replace(config.target, device=device))
-
-
-def _check_devices(config: TrainingConfig) -> None:
-    """Refuse processes that would train on a device that is not there; writing and evaluation may share one."""
-    import torch
-
-    there = torch.cuda.device_count()
-    if started() > 1 and config.target.device == "cuda" and int(os.environ.get("LOCAL_RANK", 0)) >= there > 0:
-        raise ValueError(
-            f"more processes on this machine than its {there} GPUs: each trains on one of its own (--only data and "
-            "--only evaluate share them)"
-        )
 
 
 def _train(config: TrainingConfig, published: dict[str, Any], store: Store, stop_after: int | None) -> bool:
     """Whether the run is complete now."""
     import torch
 
-    from modelkit.loading import load_model
+    from modelkit.loading import load_model, use_device
 
     from .sources import target_source
     from .training.folder import parameter_count
@@ -123,9 +111,8 @@ def _train(config: TrainingConfig, published: dict[str, Any], store: Store, stop
 
     corpus = store.load()
     device = local_device(config.target.device)
+    use_device(device)
     if started() > 1:
-        if device.startswith("cuda"):
-            torch.cuda.set_device(device)
         torch.distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     try:
         source = target_source(config.target.path)
