@@ -70,6 +70,20 @@ def compile_function(function: Callable[..., Any], enabled: bool = True) -> Call
 def _prepare() -> None:
     keep_compiled_code()
     _shorten_log()
+    _freeze_layouts()
+
+
+def _freeze_layouts() -> None:
+    """Have inductor's templates settle the strides of what they read.
+
+    PyTorch 2.11 notes the strides that a buffer has so far and may change them afterwards, trusting that a template can
+    be given up for a call of ATen; flex attention cannot, and reads the wrong elements (pytorch/pytorch#172649, undone
+    for flex attention by #175445 in 2.12). The function replaced is asked for nothing else there.
+    """
+    from torch._inductor import select_algorithm
+
+    if torch.__version__.startswith("2.11."):
+        select_algorithm.use_aten_gemm_kernels = lambda: False
 
 
 def _shorten_log() -> None:
