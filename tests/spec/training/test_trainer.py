@@ -1,5 +1,6 @@
 """Runs of the trainer: resumed exactly, the target left alone, files that the drafter loads, mistakes refused early."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -20,11 +21,11 @@ from modelkit.config import ModelConfig  # noqa: E402
 from spec.cli import main  # noqa: E402
 from spec.draft.dflash_config import DFlashConfig  # noqa: E402
 from spec.sources import shapes  # noqa: E402
-from spec.training.config import load_training_config  # noqa: E402
+from spec.training.config import OptimiserConfig, load_training_config  # noqa: E402
 from spec.training.folder import default_taps, parameter_count, published_config  # noqa: E402
 from spec.training.optimiser import learning_rate  # noqa: E402
 from spec.training.store import Document, Store, target_identity  # noqa: E402
-from spec.training.trainer import Trainer, fresh_drafter  # noqa: E402
+from spec.training.trainer import FREE, Trainer, fresh_drafter  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,29 @@ def test_a_run_killed_before_its_first_checkpoint_logs_no_step_twice(target, dat
     lost._log([lost.run_step()], 1.0)
     trainer(target, data, tmp_path / "out")
     assert (tmp_path / "out" / "log.jsonl").read_text() == ""
+
+
+# Another value of every option that a run's weights depend on.
+DECISIVE = {
+    "steps": 80, "sequence_length": 48, "sequences": 1, "anchors": 3, "soft_labels": 0.5, "optimiser": "adamw",
+    "learning_rate": 2e-3, "warmup": 0.5, "weight_decay": 0.5, "clip": 1e-3, "seed": 1, "held_out": 0.5,
+}  # fmt: skip
+
+
+def test_every_option_of_training_is_decisive_or_free():
+    names = {field.name for field in dataclasses.fields(OptimiserConfig)}
+    assert names == DECISIVE.keys() | set(FREE)
+
+
+@pytest.mark.parametrize("name", DECISIVE)
+def test_no_option_of_training_is_ignored(name, target, data, tmp_path):
+    weights = []
+    for changes in ({}, {f"train.{name}": DECISIVE[name]}):
+        run = trainer(target, data, tmp_path / str(len(changes)), changes)
+        run.run_step()
+        run.run_step()
+        weights.append(torch.cat([p.detach().flatten() for p in run.drafter.parameters()]))
+    assert not torch.equal(*weights)
 
 
 def test_only_the_drafter_learns(target, data, tmp_path):
