@@ -82,8 +82,9 @@ def _freeze_layouts() -> None:
     """
     from torch._inductor import select_algorithm
 
+    templates: Any = select_algorithm
     if torch.__version__.startswith("2.11."):
-        select_algorithm.use_aten_gemm_kernels = lambda: False
+        templates.use_aten_gemm_kernels = lambda: False
 
 
 def _shorten_log() -> None:

@@ -147,9 +147,7 @@ class Trainer:
         loss = LOSSES.get(config.loss.name)(config.loss.config)  # type: ignore[call-arg]
         self.model = DraftLoss(self.drafter, target, loss, train, compiled)
         self.features = compile_function(
-            partial(
-                target_features, target, self.taps, attention=self.model.attention, hidden=train.soft_labels > 0
-            ),
+            partial(target_features, target, self.taps, attention=self.model.attention, hidden=train.soft_labels > 0),
             compiled,
         )
         self.optimisers = make_optimisers(self.drafter, train, target.device)
