@@ -201,13 +201,18 @@ class Engine:
     @torch.no_grad()
     def prefill(self, slot: int, request: Request, plain: bool = False) -> None:
         """Admit a request: run its prompt through the target in chunks and emit the first token. Only launches."""
+        prompt = self.admit(slot, request)
+        self.drafter.reset(slot)
+        self.prefiller.run(slot, prompt, plain, self.sampler.always_argmax(request.sampling))
+
+    def admit(self, slot: int, request: Request) -> Tensor:
+        """Put a request into an idle slot; its prompt, int64 [P], on the device. Only launches."""
         prompt = torch.tensor(request.prompt_ids)
         if self.target.device.type == "cuda":  # from pageable memory the copy would wait for all that was launched
             prompt = prompt.pin_memory().to(self.target.device, non_blocking=True)
         limit = min(len(request.prompt_ids) + request.max_new_tokens, self.capacity)
         self.state.admit(slot, prompt, limit, request.stop_ids, request.sampling)
-        self.drafter.reset(slot)
-        self.prefiller.run(slot, prompt, plain, self.sampler.always_argmax(request.sampling))
+        return prompt
 
     def warm_up(
         self,

@@ -6,6 +6,8 @@ limit act here, on the device. Knows neither drafters nor trees nor models.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +26,7 @@ class RoundState(nn.Module):
     Attributes (all buffers):
         tokens: int64 [S, capacity + 1], prompt and emitted tokens.
         total: int64 [S], how many of them are known; in a round `total = committed length + 1`.
-        prompt: int64 [S], how many of them are the prompt.
+        prompt: int64 [S], how many tokens the prompt has; nothing in it ends a request.
         anchor: int64 [S], last emitted token, not yet through the target.
         limit: int64 [S], `total` may not pass it.
         stop_ids: int64 [S, M], -1 padded.
@@ -128,6 +130,21 @@ class RoundState(nn.Module):
         self.sampling.admit(slot, sampling or SamplingParams(), prompt)
         self.active[slot].fill_(True)
 
+    def rewind(self, slot: int) -> None:
+        """Have a request that was just admitted begin at its prompt's first token, the rest of it ahead (host side).
+
+        Rounds of one token then take the prompt itself, see `prompted`, beside slots that are past theirs.
+        """
+        self.total[slot].fill_(1)
+        self.anchor[slot].copy_(self.tokens[slot, 0])
+
+    def prompted(self, accepted: Acceptance) -> Acceptance:
+        """What was accepted, of one token a slot, with the next token of prompts that are still ahead in its place."""
+        ahead = (self.total < self.prompt)[:, None]
+        return dataclasses.replace(
+            accepted, token=torch.where(ahead, self.tokens.gather(1, self.total[:, None]), accepted.token)
+        )
+
     def retire(self, slot: int) -> None:
         """End whatever is in a slot (host side)."""
         self.active[slot].fill_(False)
@@ -151,7 +168,7 @@ class RoundState(nn.Module):
         is_stop = torch.zeros_like(token, dtype=torch.bool)
         for number in range(self.max_stop_ids):
             is_stop = is_stop | (token == self.stop_ids[:, number, None])
-        is_stop = is_stop & (step < count[:, None])
+        is_stop = is_stop & (step < count[:, None]) & (self.total[:, None] + step >= self.prompt[:, None])
         first = torch.where(is_stop, step, width).amin(-1)
         stopped = first < width
         count = torch.where(stopped, first + 1, count)
@@ -167,10 +184,11 @@ class RoundState(nn.Module):
         self.reason.copy_(torch.where(failed, LENGTH + fault, self.reason))
         self.active &= ~(stopped | full | failed)
         self.sampling.record(token, count)
-        self._publish(torch.where(inside, token, -1), count)
+        self.publish(torch.where(inside, token, -1), count)
         return count
 
-    def _publish(self, token: Tensor, count: Tensor) -> None:
+    def publish(self, token: Tensor, count: Tensor) -> None:
+        """Put tokens [S, at most L + 1], -1 past the end, and their counts [S] into the ring."""
         padded = torch.nn.functional.pad(token, (0, self.depth + 1 - token.shape[1]), value=-1)
         entry = torch.cat([count[:, None], self.reason[:, None], padded], 1)
         self.ring.index_copy_(0, (self.round % RING).view(1), entry[None])  # one piece: one copy to the host

@@ -49,7 +49,6 @@ class DataConfig:
         max_new_tokens: longest answer.
         loop_rounds: an answer that ends in a loop keeps so many rounds of it, see `training/loops.py`; None keeps all.
         slots: documents written at the same time.
-        prefill_chunk: prompt tokens run through the target at once.
         shard_documents: documents a shard; an interrupted run loses at most the shard it was writing.
         seed: of all draws.
     """
@@ -64,7 +63,6 @@ class DataConfig:
     max_new_tokens: int = 512
     loop_rounds: int | None = 3
     slots: int = 16
-    prefill_chunk: int = 64
     shard_documents: int = 1024
     seed: int = 0
 
@@ -75,7 +73,6 @@ class DataConfig:
             "max_prompt_tokens",
             "max_new_tokens",
             "slots",
-            "prefill_chunk",
             "shard_documents",
         )
         at_least(self, 1, *counts)

@@ -8,6 +8,7 @@ engine.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import time
@@ -15,16 +16,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from modelkit.compile import Step, forget
 from parallel.beside import Beside
 from parallel.process import rank, started
+from sampling import Acceptance, Draws
 
 from ..config import GenerateConfig
 from ..engine import Engine
 from ..prompts import as_chat, encode_all, read_prompts
-from ..requests import Completion, Settings
+from ..requests import Completion, Request, Settings
 from ..text import encode
+from ..types import Verified
 from .config import DataConfig, TrainingConfig
 from .loops import cut_loop
 from .store import Document, Store
@@ -34,10 +38,32 @@ PLACEHOLDER = "\u2402"
 
 
 class WriterEngine(Engine):
-    """An engine that compiles one round for any number of active slots and any mix of temperatures.
+    """An engine for one long run of plain decoding with full slots.
 
-    Writing is one long run with full slots; graphs for its tail would take longer to compile than the tail itself.
+    It compiles one round for any number of active slots and any mix of temperatures: graphs for the run's tail would
+    take longer to compile than the tail itself. Prompts take part in it token by token, beside slots that are written:
+    a prefill of its own would fill a GPU badly, and the run has as many of them as it has texts. So a completion's
+    tokens begin with its prompt's second one.
     """
+
+    def prefill(self, slot: int, request: Request, plain: bool = False) -> None:
+        """Admit a request with its prompt ahead."""
+        assert plain, "drafts do not know what a prompt goes on with"
+        self.admit(slot, request)
+        self.state.rewind(slot)
+        self.state.publish(self._no_token, self._no_count)
+
+    def accept(self, verified: Verified, greedy: bool, draws: Draws | None = None) -> Acceptance:
+        """See `Engine.accept`."""
+        return self.state.prompted(super().accept(verified, greedy, draws))
+
+    @functools.cached_property
+    def _no_token(self) -> Tensor:
+        return torch.full((self.state.slots, 1), -1, device=self.target.device)
+
+    @functools.cached_property
+    def _no_count(self) -> Tensor:
+        return torch.zeros(self.state.slots, dtype=torch.int64, device=self.target.device)
 
     def compiled_step(self, rows: int, plain: bool = False, greedy: bool | None = None) -> Step:
         """See `Engine.compiled_step`."""
@@ -212,8 +238,9 @@ class Writer:
             return []
         done: dict[int, Completion] = {}
         for index, completion in self.engine.completions(prompts, settings, plain=True):
-            done[index] = completion
-            progress(len(completion.token_ids))
+            own = completion.token_ids[len(prompts[index]) - 1 :]
+            done[index] = dataclasses.replace(completion, token_ids=own)
+            progress(len(own))
         return [done[index] for index in range(len(prompts))]
 
 
@@ -229,7 +256,6 @@ def engine_config(config: TrainingConfig, data: DataConfig) -> GenerateConfig:
             "engine": {
                 "slots": data.slots,
                 "max_model_len": data.max_prompt_tokens + data.max_new_tokens,
-                "prefill_chunk": data.prefill_chunk,
             },
         }
     )

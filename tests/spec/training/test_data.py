@@ -15,8 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import dflash_helpers as tiny  # noqa: E402
 
+from spec import Engine  # noqa: E402
+from spec.requests import Settings  # noqa: E402
 from spec.training.config import load_training_config  # noqa: E402
-from spec.training.generate import Template, Writer, write_data  # noqa: E402
+from spec.training.generate import Template, Writer, engine_config, write_data  # noqa: E402
 from spec.training.loops import cut_loop  # noqa: E402
 from spec.training.store import Document, Store, target_identity  # noqa: E402
 
@@ -241,3 +243,21 @@ def test_targets_that_need_prompts(target, tmp_path):
             Template.of(tokenizer)
     with pytest.raises(ValueError, match="the chat template takes them all"):
         write(target, tmp_path / "data", max_prompt_tokens=3)
+
+
+def test_prompts_taken_token_by_token_give_the_texts_of_a_prefill(target, tmp_path):
+    """Prompts with end tokens inside, of one token, and as long as there is room; more of them than slots."""
+    config = config_of(target, tmp_path / "data", slots=3)
+    writer, engine = Writer(config).engine, Engine(engine_config(config, config.data))
+    generator = torch.Generator().manual_seed(2)
+    sizes = [1, 2, 3, 36, 20, 7, 1, 12]
+    prompts = [torch.randint(3, 50, (size,), generator=generator).tolist() for size in sizes]
+    for prompt in prompts[3:6]:
+        prompt[2] = prompt[-1] = 2
+    settings = [Settings(temperature=index % 2, seed=index, max_new_tokens=9) for index in range(len(prompts))]
+    want = engine.generate_plain(prompts, settings)
+    got = dict(writer.completions(prompts, settings, plain=True))
+    assert {len(completion.token_ids) for completion in want} > {9}  # some end by themselves
+    for index, (prompt, completion) in enumerate(zip(prompts, want, strict=True)):
+        assert got[index].token_ids == prompt[1:] + completion.token_ids
+        assert got[index].finish_reason == completion.finish_reason
