@@ -2,10 +2,10 @@
 # PYTHON picks the interpreter it is made with: make test PYTHON=python3.12
 
 PYTHON ?= python3
-CONFIG ?= smollm2-ngram
+CONFIG ?= smollm2-dflash
 ARGS ?=
 # Not ?=: zsh users may have a PROMPT of their own in the environment.
-PROMPT = Correct the spelling mistakes in this text and return the corrected text only: The libary opens at nine in the morning and closes at six in the evening. Visitors may borrow up to five books for three weeks. Books that are returned late cost ten cents a day. Food and drinks are not alowed in the reading room.
+PROMPT = Write a Python function count_vowels(text) that returns how many vowels a string has, then explain how it works.
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -23,7 +23,7 @@ COMMANDS = {
 }
 
 
-def add_config_arguments(parser: argparse.ArgumentParser, default: str = "smollm2-ngram") -> None:
+def add_config_arguments(parser: argparse.ArgumentParser, default: str = "smollm2-dflash") -> None:
     """The two options that every command shares."""
     parser.add_argument("--config", default=default, help=f"shipped name or path of a TOML file (default {default})")
     parser.add_argument(

@@ -15,7 +15,7 @@ from modelkit.loading import checkpoint_files, read_tensors
 
 from .draft.dflash import DFlashDrafter
 from .draft.dflash_config import DFlashConfig
-from .sources import shape_file, target_source
+from .sources import drafter_folder, shape_file, target_source
 
 
 def transformers_model(engine: Any) -> Any:
@@ -60,7 +60,7 @@ def transformers_drafter(engine: Any) -> Any:
         drafter = MuseGlimmerAssistantModel(config).to(engine.target.dtype).eval()
     path = engine.config.draft.config.path
     if shape_file(path) is None:
-        _load_drafter(drafter, Path(path).expanduser())
+        _load_drafter(drafter, drafter_folder(path))
     return drafter
 
 

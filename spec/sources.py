@@ -1,4 +1,4 @@
-"""Where models come from: checkpoint folders, the demo model, and published shapes (a config.json without weights).
+"""Where models come from: checkpoint folders, the demo model and its drafter, and shapes (a config.json alone).
 
 A shape is a config.json inside the package, by name, or one of the caller's, by path. Nothing can be generated from
 one: `flashtree bench` fills it with random weights, because times depend on sizes alone.
@@ -20,6 +20,29 @@ def shapes() -> dict[str, Path]:
     """Shapes inside the package, by name. A drafter's is its target's name with "-dflash" behind it."""
     folder = Path(str(resources.files("spec"))) / "shapes"
     return {path.stem: path for path in sorted(folder.glob("*.json"))}
+
+
+def drafters() -> dict[str, Path]:
+    """Trained drafters inside the package, by name: their targets' names with "-dflash" behind them."""
+    folder = Path(str(resources.files("spec"))) / "drafters"
+    return {path.parent.name: path.parent for path in sorted(folder.glob("*/config.json"))}
+
+
+def drafter_folder(path: str) -> Path:
+    """What a drafter's path means: the caller's folder, or one inside the package by name.
+
+    Raises:
+        ValueError: neither.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    shipped = drafters()
+    if path not in shipped:
+        close = difflib.get_close_matches(path, shipped, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else f"; shipped: {', '.join(shipped)}"
+        raise ValueError(f"drafter folder {folder} does not exist{hint}")
+    return shipped[path]
 
 
 def target_shapes() -> list[str]:

@@ -19,7 +19,7 @@ from modelkit.layers import fuse_projections
 from modelkit.loading import build_on_meta, load_weights, random_weights
 from modelkit.model import Transformer
 
-from ..sources import shape_file
+from ..sources import drafter_folder, drafters, shape_file
 from ..state import RoundState
 from ..types import Proposal
 from .base import DRAFTERS, BlockConfig, Perturb, unperturbed
@@ -33,9 +33,10 @@ class DFlashDrafter:
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Config(BlockConfig):
-        """`path` is the drafter's folder. A block smaller than the trained one is fine; a larger one is refused.
+        """`path` is the drafter's folder, or the name of a shipped one; see `spec/sources.py`.
 
-        A shape (see `spec/sources.py`) in place of the folder gets random weights; engines admit it for timing only.
+        A block smaller than the trained one is fine; a larger one is refused.
+        A shape in place of the folder gets random weights; engines admit it for timing only.
         """
 
         path: str = ""
@@ -43,13 +44,14 @@ class DFlashDrafter:
         def __post_init__(self) -> None:
             BlockConfig.__post_init__(self)
             if not self.path:
-                raise ValueError("path is missing: the folder of a DFlash drafter (config.json, model.safetensors)")
+                raise ValueError(
+                    "path is missing: the folder of a DFlash drafter (config.json, model.safetensors), or a shipped "
+                    f"one, {', '.join(drafters())}"
+                )
 
     def __init__(self, config: Config, *, target: Transformer, slots: int, capacity: int, candidates: int) -> None:
         shape = shape_file(config.path)
-        folder = Path(config.path).expanduser()
-        if shape is None and not folder.is_dir():
-            raise ValueError(f"drafter folder {folder} does not exist")
+        folder = Path(config.path) if shape else drafter_folder(config.path)
         published = DFlashConfig.from_file(shape or folder / "config.json")
         check_target(published, target, folder)
         self.off_spine = published.off_spine
@@ -116,21 +118,18 @@ def check_target(published: DFlashConfig, target: Transformer, folder: Path) -> 
     Raises:
         ValueError: hidden size, vocabulary, number of layers or ids do not fit.
     """
-    have = target.config
-    if published.model.hidden_size != have.hidden_size:
-        raise ValueError(
-            f"{folder} drafts for a target of hidden size {published.model.hidden_size}, this one has "
-            f"{have.hidden_size}"
-        )
-    if published.model.vocab_size != have.vocab_size:
-        raise ValueError(
-            f"{folder} drafts for a vocabulary of {published.model.vocab_size}, this target has {have.vocab_size}"
-        )
-    if published.num_target_layers not in (None, have.num_hidden_layers):
-        raise ValueError(
-            f"{folder} drafts for a target of {published.num_target_layers} layers, this one has "
-            f"{have.num_hidden_layers}"
-        )
+    have, theirs = target.config, published.model
+    sizes = (
+        ("hidden size", theirs.hidden_size, have.hidden_size),
+        ("vocabulary", theirs.vocab_size, have.vocab_size),
+        ("number of layers", published.num_target_layers, have.num_hidden_layers),
+    )
+    for what, wanted, found in sizes:
+        if wanted not in (None, found):
+            raise ValueError(
+                f"{folder} drafts for a target whose {what} is {wanted}, this one's is {found}: set [draft] path to "
+                'its own drafter, or name = "ngram", which needs none'
+            )
     if max(published.target_layer_ids) >= have.num_hidden_layers:
         raise ValueError(
             f"{folder}: target_layer_ids {list(published.target_layer_ids)} go past the target's "

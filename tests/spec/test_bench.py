@@ -51,7 +51,7 @@ def prompts(tmp_path) -> Path:
 
 
 def bench(*arguments) -> int:
-    return main(["bench", "--set", "target.dtype=float32", *map(str, arguments)])
+    return main(["bench", "--config", "smollm2-ngram", "--set", "target.dtype=float32", *map(str, arguments)])
 
 
 def steps(target, *arguments) -> int:
@@ -408,7 +408,7 @@ REFUSALS = {
     "more rows than a forward has room for": (("--rows", "64", "--batch", "8"), "engine.prefill_chunk"),
     "repeat": (("--repeat", "0"), "--repeat 0"),
     "steps and prompts": (("--steps", "--prompts", "x.jsonl"), "takes no --prompts"),
-    "drafter of another target": (dflash("qwen3-8b-dflash"), "hidden size 4096"),
+    "drafter of another target": (dflash("qwen3-8b-dflash"), "hidden size is 4096"),
     "unknown drafter": (dflash("qwen3-9b-dflash"), "does not exist"),
 }
 

@@ -128,7 +128,9 @@ def test_a_bad_line_is_found_before_anything_runs(line, expected, folder, tmp_pa
     assert expected in err and not out
 
 
-@pytest.mark.parametrize(("change", "expected"), [({"hidden_size": 32}, "hidden size 32"), ({"vocab_size": 50}, "50")])
+@pytest.mark.parametrize(
+    ("change", "expected"), [({"hidden_size": 32}, "hidden size is 32"), ({"vocab_size": 50}, "50")]
+)
 def test_a_drafter_for_another_target(change, expected, folder, prompts, tiny_drafters, tmp_path, capsys):
     drafter = Path(shutil.copytree(tiny_drafters["qwen3"], tmp_path / "drafter"))
     edit(drafter, **change)
@@ -253,14 +255,32 @@ def test_sampled_output_is_repeatable_and_compared(folder, prompts, capsys):
     [([], "without a seed: add --set sampling.seed=1"), (["--set", "sampling.seed=1"], "use --oracle plain")],
 )
 def test_lossless_needs_tokens_that_can_be_compared(changes, expected, folder, prompts, capsys):
-    where = ["--set", f"target.path={folder}", "--prompts", str(prompts), "--set", "sampling.temperature=0.7"]
+    where = [
+        "--config",
+        "smollm2-ngram",
+        "--set",
+        f"target.path={folder}",
+        "--prompts",
+        str(prompts),
+        "--set",
+        "sampling.temperature=0.7",
+    ]
     assert main(["check-lossless", *where, *changes]) == 2
     assert expected in capsys.readouterr().err
 
 
 def test_check_lossless_of_seeded_sampling(folder, prompts, tmp_path, capsys):
     """A line for each setting, several of them in one engine; the whole matrix has every temperature and filter."""
-    where = ["--set", f"target.path={folder}", "--set", "target.dtype=float32", "--prompts", str(prompts)]
+    where = [
+        "--config",
+        "smollm2-ngram",
+        "--set",
+        f"target.path={folder}",
+        "--set",
+        "target.dtype=float32",
+        "--prompts",
+        str(prompts),
+    ]
     how = [
         "--oracle",
         "plain",
@@ -289,7 +309,16 @@ def test_check_lossless_of_seeded_sampling(folder, prompts, tmp_path, capsys):
 
 
 def test_check_lossless_fails_where_plain_decoding_is_another(folder, prompts, monkeypatch, capsys):
-    where = ["--set", f"target.path={folder}", "--set", "target.dtype=float32", "--prompts", str(prompts)]
+    where = [
+        "--config",
+        "smollm2-ngram",
+        "--set",
+        f"target.path={folder}",
+        "--set",
+        "target.dtype=float32",
+        "--prompts",
+        str(prompts),
+    ]
     how = ["--oracle", "plain", "--drafts", "config", "--trees", "chain", "--max-new-tokens", "5"]
     plain = Engine.generate_plain
 
@@ -303,7 +332,16 @@ def test_check_lossless_fails_where_plain_decoding_is_another(folder, prompts, m
 
 
 def test_check_lossless_against_the_tokens_of_another_run(folder, prompts, tmp_path, monkeypatch, capsys):
-    where = ["--set", f"target.path={folder}", "--set", "target.dtype=float32", "--prompts", str(prompts)]
+    where = [
+        "--config",
+        "smollm2-ngram",
+        "--set",
+        f"target.path={folder}",
+        "--set",
+        "target.dtype=float32",
+        "--prompts",
+        str(prompts),
+    ]
     command, file = ["check-lossless", *where, "--drafts", "config", "--trees", "chain"], tmp_path / "found.json"
     short = ["--max-new-tokens", "5"]
     assert main([*command, *short, "--oracle", "plain", "--json", str(file)]) == 0
@@ -326,7 +364,16 @@ def test_check_lossless_against_the_tokens_of_another_run(folder, prompts, tmp_p
 
 
 def test_tokens_of_another_run_are_of_the_same_seed_and_sampling(folder, prompts, tmp_path, capsys):
-    where = ["--set", f"target.path={folder}", "--set", "target.dtype=float32", "--prompts", str(prompts)]
+    where = [
+        "--config",
+        "smollm2-ngram",
+        "--set",
+        f"target.path={folder}",
+        "--set",
+        "target.dtype=float32",
+        "--prompts",
+        str(prompts),
+    ]
     command = ["check-lossless", *where, "--drafts", "config", "--trees", "chain", "--max-new-tokens", "3"]
     file = tmp_path / "found.json"
     settings, other = ["--sampling", "temperature=0.9", "temperature=1.5,top_k=9"], ["--set", "sampling.top_p=0.8"]
@@ -346,7 +393,16 @@ def test_the_width_of_the_oracle(oracle, folder, prompts, monkeypatch):
 
     found, compare = [], spec.compare.compare
     monkeypatch.setattr(spec.compare, "compare", lambda *given: (found.append(given[7]), compare(*given))[1])
-    where = ["--set", f"target.path={folder}", "--set", "target.dtype=float32", "--prompts", str(prompts)]
+    where = [
+        "--config",
+        "smollm2-ngram",
+        "--set",
+        f"target.path={folder}",
+        "--set",
+        "target.dtype=float32",
+        "--prompts",
+        str(prompts),
+    ]
     how = ["--oracle", oracle, "--drafts", "config", "--trees", "chain", "--max-new-tokens", "3"]
     assert main(["check-lossless", *where, *how, "--set", "engine.slots=2"]) == 0
     assert found == [{"plain": 2, "transformers": 1}[oracle]] * 2

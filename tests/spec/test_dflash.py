@@ -287,3 +287,28 @@ def test_folders_and_tensors(target, drafter, tmp_path):
     with pytest.raises(ValueError, match=r"fc\.weight"):
         load(target, drafter(nested(target_layer_ids=[1]), weights))
     load(target, drafter((), {f"model.{key}": w for key, w in weights.items()}))
+
+
+def test_shipped_drafters():
+    """Each is a drafter by name, of a size that a package can carry; a folder of that name comes first."""
+    from safetensors import safe_open
+
+    from spec.config import load_config
+    from spec.sources import drafter_folder, drafters
+
+    assert load_config("smollm2-dflash").draft.config.path in drafters()
+    for name, folder in drafters().items():
+        assert drafter_folder(name) == folder and name.endswith("-dflash")
+        assert sum(file.stat().st_size for file in folder.iterdir()) <= 25_000_000
+        with safe_open(folder / "model.safetensors", "pt") as weights:
+            assert "layers.0.self_attn.q_proj.weight" in weights.keys()  # noqa: SIM118
+    with pytest.raises(ValueError, match="did you mean 'smollm2-135m-instruct-dflash'"):
+        drafter_folder("smollm2-135m-instruct-dflas")
+
+
+def test_a_users_folder_comes_before_a_shipped_drafter(tmp_path, monkeypatch):
+    from spec.sources import drafter_folder
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2-135m-instruct-dflash").mkdir()
+    assert drafter_folder("smollm2-135m-instruct-dflash") == Path("smollm2-135m-instruct-dflash")
