@@ -61,6 +61,7 @@ class Timeline:
     Attributes:
         rounds: rounds that have a successor in the profile.
         ahead: how many of them were still running when their successor's launch was called.
+        late: the numbers of the others, from 1.
         launches: graph launches of each round, the last one's too.
         kernels: kernels of each round.
         round_time: microseconds from a round's first kernel to its successor's, median.
@@ -72,6 +73,7 @@ class Timeline:
 
     rounds: int
     ahead: int
+    late: list[int]
     launches: list[int]
     kernels: list[int]
     round_time: float
@@ -96,17 +98,20 @@ def read_trace(path: Path) -> list[Event]:
     ]  # fmt: skip
 
 
-def analyse(events: Sequence[Event], mark: str) -> Timeline:
+def analyse(events: Sequence[Event], mark: str, skip: int = 0) -> Timeline:
     """Assign calls to rounds by time and kernels to calls by correlation, and measure.
 
     Args:
         events: a profile; order does not matter.
         mark: name of the host-side annotation around each round's launch.
+        skip: first rounds that are left out.
 
     Raises:
         ValueError: fewer than two rounds, or a round without kernels: the profile does not show what is asked.
     """
-    marks = sorted((e for e in events if e.category == "user_annotation" and e.name == mark), key=lambda e: e.start)
+    marks = sorted((e for e in events if e.category == "user_annotation" and e.name == mark), key=lambda e: e.start)[
+        skip:
+    ]
     if len(marks) < 2:
         raise ValueError(f"the profile holds {len(marks)} rounds; two are needed")
     calls = _calls_by_round(events, marks)
@@ -126,9 +131,11 @@ def analyse(events: Sequence[Event], mark: str) -> Timeline:
     whole = end[-1] - begin[0]
     inside = sum(e - b - covered(own, b, e) for own, b, e in zip(work, begin, end, strict=True))
     kernels = [[e for e in own if e.category == "kernel"] for own in work]
+    late = [number for number, (launch, done) in enumerate(zip(launched[1:], end, strict=False), 1) if launch >= done]
     return Timeline(
         rounds=len(marks) - 1,
-        ahead=sum(launch < done for launch, done in zip(launched[1:], end, strict=False)),
+        ahead=len(marks) - 1 - len(late),
+        late=late,
         launches=[len(g) for g in graphs],
         kernels=[len(own) for own in kernels],
         round_time=statistics.median(b - a for a, b in itertools.pairwise(begin)),

@@ -27,6 +27,7 @@ from .report import table
 from .timeline import Timeline, analyse, read_trace
 
 WARM_ROUNDS = 10
+SETTLING = 3  # rounds that the profiler sees first: starting it stops the device, which has to be overtaken again
 TOP = 15
 # Copied with changes: stretches that an n-gram drafter finds, between stretches that it does not.
 PROMPT = """Rewrite this list. Keep each line, but swap the first and the last name and add a made-up street:
@@ -118,7 +119,8 @@ def trace(
         pass
     engine.warm_up([ids], plain=[plain], progress=progress)
     deepest = 1 if plain else engine.drafter.depth + 1
-    most = min((warm_rounds + rounds + 3) * deepest, engine.capacity - len(ids))
+    needed = warm_rounds + SETTLING + rounds + 1
+    most = min((needed + 2) * deepest, engine.capacity - len(ids))
     with contextlib.closing(engine.stream(ids, max_new_tokens=most, ignore_eos=True, plain=plain)) as stream:
 
         def take(count: int) -> list[int]:
@@ -126,18 +128,18 @@ def trace(
             pieces = [piece for _, piece in zip(range(count), stream, strict=False)]
             if len(pieces) < count or pieces[-1].completion is not None:
                 raise ValueError(
-                    f"{most} tokens were decoded in fewer than {warm_rounds + rounds + 1} rounds; profile fewer rounds "
+                    f"{most} tokens were decoded in fewer than {needed} rounds; profile fewer rounds "
                     "or give engine.max_model_len more room"
                 )
             return [len(piece.token_ids) - 1 for piece in pieces]
 
         take(1 + warm_rounds)
         with profile(activities=activities, acc_events=True) as profiler:
-            accepted = take(rounds + 1)
+            accepted = take(SETTLING + rounds + 1)[SETTLING:]
             if cuda:
                 torch.cuda.synchronize()
     profiler.export_chrome_trace(str(output))
-    timeline = analyse(read_trace(output), ROUND) if cuda else None
+    timeline = analyse(read_trace(output), ROUND, SETTLING) if cuda else None
     averages = profiler.key_averages()
     return Trace(
         accepted=accepted, timeline=timeline, operations=averages.table(sort_by="self_cpu_time_total", row_limit=TOP)
@@ -154,6 +156,8 @@ def report(found: Trace) -> str:
     if timeline is None:
         lines.append("no CUDA device: no graphs, and nothing runs ahead; time on the host by operation:")
         return "\n".join([*lines, found.operations])
+    if timeline.late:
+        lines.append(f"launched late: behind round {', '.join(map(str, timeline.late))}")
     launches, kernels = (_range(values) for values in (timeline.launches, timeline.kernels))
     verdict = [
         ["", "measured"],
