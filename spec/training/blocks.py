@@ -92,6 +92,14 @@ def make_blocks(batch: Batch, anchor: Tensor, drawn: Tensor, *, block: int, mask
     )  # fmt: skip
 
 
+def documents(batch: Batch, blocks: Blocks) -> Tensor:
+    """A number for each block, below their number, the same for those of the same document; int64 [S * A]."""
+    document = batch.document.gather(1, blocks.anchor)
+    begins = torch.ones_like(document, dtype=torch.bool)
+    begins[:, 1:] = document[:, 1:] != document[:, :-1]  # anchors rise
+    return begins.flatten().long().cumsum(0) - 1
+
+
 def teacher_rows(hidden: Tensor, blocks: Blocks) -> Tensor:
     """The target's hidden states from which it predicts the tokens behind the anchors.
 

@@ -135,6 +135,8 @@ class OptimiserConfig:
         sequences: of a step and process.
         anchors: blocks of a sequence; drawn anew whenever it is read.
         soft_labels: share of the target's distribution in what a position is trained for; the rest is its token.
+        balance: how much less blocks of documents weigh that are drafted well already: their acceptance length to minus
+            this power; 0 weighs all alike, 2 is what the number of rounds asks for. See `loss.balanced`.
         optimiser: "muon" or "adamw", of matrices; norms get AdamW. Good rates are of a size.
         learning_rate: at its highest.
         warmup: part of the steps over which the rate rises.
@@ -154,6 +156,7 @@ class OptimiserConfig:
     sequences: int = 8
     anchors: int = 64
     soft_labels: float = 0.0
+    balance: float = 0.0
     optimiser: Literal["muon", "adamw"] = "muon"
     learning_rate: float = 1e-3
     warmup: float = 0.04
@@ -175,6 +178,8 @@ class OptimiserConfig:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup = {self.warmup}: must be in [0, 1)")
+        if not 0 <= self.balance <= 4:
+            raise ValueError(f"balance = {self.balance}: must be in [0, 4]")
         if not 0 <= self.soft_labels <= 1:
             raise ValueError(f"soft_labels = {self.soft_labels}: must be in [0, 1]")
         if not 0 <= self.held_out < 1:

@@ -105,11 +105,13 @@ class Outcome:
         loss: scalar.
         right: bool [N, L], the drafter's best token is the label.
         real: bool [N, L], positions that have a label.
+        document: int64 [N], the same number for blocks of the same document.
     """
 
     loss: Tensor
     right: Tensor
     real: Tensor
+    document: Tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,16 +143,16 @@ ChunkLoss = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tens
 
 
 def make_chunk_loss(loss: Loss, head: Head, soft: float = 0.0) -> ChunkLoss:
-    """The weighted sum over a chunk of blocks, with its gradient.
+    """The weighted sum over each of a chunk of blocks, with its gradient.
 
     A position's cross-entropy is with its token, by a share of `soft` with the target's distribution there. The head is
     frozen, so what training wants of the logits is the gradient of the hidden states alone: made at once, while the
     logits are there, it needs neither to keep them nor to compute them again.
 
     Returns:
-        A function (hidden [N, L, H], label int64 [N, L], real bool [N, L], teacher [N, L, H] or None) -> (sum, its
-        gradient [N, L, H] in the dtype of `hidden`, right bool [N, L]). The head makes the target's distributions of
-        `teacher`.
+        A function (hidden [N, L, H], label int64 [N, L], real bool [N, L], teacher [N, L, H] or None) -> (sums [N],
+        their gradient [N, L, H] in the dtype of `hidden`, right bool [N, L]). The head makes the target's distributions
+        of `teacher`.
     """
 
     def chunk_loss(
@@ -166,7 +168,7 @@ def make_chunk_loss(loss: Loss, head: Head, soft: float = 0.0) -> ChunkLoss:
             wanted = (1 - soft) * wanted + soft * head.logits(teacher).softmax(-1)
             entropy = -(wanted * scaled).sum(-1)
         gradient = head.backward(logits, (scaled.exp() - wanted) * weights[..., None], hidden)
-        return (entropy * weights).sum(), gradient, (logits.argmax(-1) == label) & real
+        return (entropy * weights).sum(-1), gradient, (logits.argmax(-1) == label) & real
 
     return chunk_loss
 
@@ -185,9 +187,39 @@ class _Known(torch.autograd.Function):
         return gradient * outer.to(gradient.dtype), None, None
 
 
+def lengths(right: Tensor, real: Tensor) -> Tensor:
+    """Acceptance length of a greedy chain from each anchor, fp32 [N]; arguments as in `Outcome`."""
+    return 1 + (right & real).float().cumprod(1).sum(1)
+
+
+def mean_of_document(length: Tensor, counted: Tensor, document: Tensor) -> Tensor:
+    """For each block, the mean length of its document's counted blocks, fp32 [N]; 0 where there are none.
+
+    Args:
+        length: fp32 [N].
+        counted: bool [N].
+        document: int64 [N], below N.
+    """
+    total = torch.zeros_like(length).index_add_(0, document, length * counted)
+    count = torch.zeros_like(length).index_add_(0, document, counted.to(length.dtype))
+    return (total / count.clamp(min=1))[document]
+
+
+def balanced(right: Tensor, real: Tensor, document: Tensor, power: float) -> Tensor:
+    """What blocks weigh, fp32 [N], on average 1: the mean acceptance length m of their document, to the power -`power`.
+
+    Decoding takes 1 / m rounds a token, so with m the rounds fall by 1 / m squared: text that is easy to draft, loops
+    most of all, has little left to save, and anchors drawn evenly over all text are mostly there.
+    """
+    labelled = real.any(1)
+    mean = mean_of_document(lengths(right, real), labelled, document)
+    weight = torch.where(labelled, mean.clamp(min=1) ** -power, 0)
+    return weight * labelled.sum() / weight.sum().clamp(min=1e-6)
+
+
 def block_loss(
-    hidden: Tensor, label: Tensor, real: Tensor, *, loss: Loss, chunk_loss: ChunkLoss, chunk_blocks: int,
-    teacher: Tensor | None = None,
+    hidden: Tensor, label: Tensor, real: Tensor, document: Tensor, *, loss: Loss, chunk_loss: ChunkLoss,
+    chunk_blocks: int, balance: float = 0.0, teacher: Tensor | None = None,
 ) -> Outcome:  # fmt: skip
     """Loss of all blocks; the logits of at most `chunk_blocks` blocks are in memory at once, and are computed once.
 
@@ -195,9 +227,11 @@ def block_loss(
         hidden: [N, L, H], the drafter's output at the positions behind the anchors.
         label: int64 [N, L], the tokens there; anything where `real` is False.
         real: bool [N, L].
+        document: int64 [N], below N, the same for blocks of the same document.
         loss: the strategy.
         chunk_loss: see `make_chunk_loss`.
         chunk_blocks: blocks of a chunk.
+        balance: see `balanced`.
         teacher: [N, L, H], the target's hidden states that predict the labels; see `make_chunk_loss`.
     """
     # Contiguous: what a compiled chunk gets has one layout, whatever it was cut out of.
@@ -205,12 +239,12 @@ def block_loss(
         states, label, real = hidden.detach().contiguous(), label.contiguous(), real.contiguous()
         chunks = (slice(start, start + chunk_blocks) for start in range(0, len(label), chunk_blocks))
         parts = [chunk_loss(states[at], label[at], real[at], None if teacher is None else teacher[at]) for at in chunks]
-        sums, gradients, right = zip(*parts, strict=True)
-        share = 1 / loss.normaliser(real)
-        total = torch.stack(sums).sum() * share
-        gradient = torch.cat(gradients) * share.to(hidden.dtype)
+        sums, gradients, right = (torch.cat(part) for part in zip(*parts, strict=True))
+        share = balanced(right, real, document, balance) / loss.normaliser(real)
+        total = (sums * share).sum()
+        gradient = gradients * share.to(hidden.dtype)[:, None, None]
     known: Tensor = _Known.apply(hidden, total, gradient)  # type: ignore[no-untyped-call]
-    return Outcome(loss=known, right=torch.cat(right), real=real)
+    return Outcome(loss=known, right=right, real=real, document=document)
 
 
 def acceptance(outcome: Outcome) -> tuple[Tensor, Tensor]:
@@ -225,6 +259,16 @@ def acceptance(outcome: Outcome) -> tuple[Tensor, Tensor]:
     blocks = whole.sum().clamp(min=1)
     right = outcome.right & whole
     return right.sum(0) / blocks, 1 + right.long().cumprod(1).sum() / blocks
+
+
+def rounds(outcome: Outcome) -> Tensor:
+    """Tokens and rounds, fp32 [2]: how many rounds a greedy chain would take for as many tokens as there are anchors.
+
+    Each document takes its own acceptance length; a mean over all anchors would be that of the easy ones.
+    """
+    whole = outcome.real.all(1)
+    mean = mean_of_document(lengths(outcome.right, outcome.real), whole, outcome.document)
+    return torch.stack([whole.float().sum(), torch.where(whole, 1 / mean.clamp(min=1), 0).sum()])
 
 
 def spine_counts(outcome: Outcome) -> Tensor:

@@ -30,11 +30,11 @@ from ..draft.dflash_config import DFlashConfig
 from ..draft.dflash_model import DFlashModel
 from .ahead import made_ahead
 from .attention import attention_of
-from .blocks import Blocks, draft_hidden, draw_anchors, make_blocks, teacher_rows
+from .blocks import Blocks, documents, draft_hidden, draw_anchors, make_blocks, teacher_rows
 from .config import OptimiserConfig, TrainingConfig
 from .features import Features, target_features
 from .folder import write_folder
-from .loss import LOSSES, Head, Loss, Outcome, acceptance, block_loss, make_chunk_loss, spine_counts
+from .loss import LOSSES, Head, Loss, Outcome, acceptance, block_loss, make_chunk_loss, rounds, spine_counts
 from .optimiser import learning_rate, make_optimisers
 from .packing import Batch, Batches, Corpus
 
@@ -63,7 +63,7 @@ class DraftLoss(nn.Module):
     ) -> None:
         super().__init__()
         published = drafter.config
-        self.drafter, self.loss, self.chunk_blocks = drafter, loss, config.chunk_blocks
+        self.drafter, self.loss, self.chunk_blocks, self.balance = drafter, loss, config.chunk_blocks, config.balance
         # Not parameters of this module: a list hides them from it.
         self._embedding = [target.embed_tokens.weight.detach()]
         head = Head(
@@ -85,8 +85,9 @@ class DraftLoss(nn.Module):
         """Loss of the batch's blocks; arguments as in `draft_hidden`."""
         hidden, teacher = self.hidden(batch, features, blocks)
         return block_loss(
-            hidden, blocks.label[:, :, 1:].flatten(0, 1), blocks.real[:, :, 1:].flatten(0, 1), loss=self.loss,
-            chunk_loss=self.chunk_loss, chunk_blocks=self.chunk_blocks, teacher=teacher,
+            hidden, blocks.label[:, :, 1:].flatten(0, 1), blocks.real[:, :, 1:].flatten(0, 1), documents(batch, blocks),
+            loss=self.loss, chunk_loss=self.chunk_loss, chunk_blocks=self.chunk_blocks, balance=self.balance,
+            teacher=teacher,
         )  # fmt: skip
 
 
@@ -293,13 +294,19 @@ class Trainer:
         except ValueError:  # too few documents
             return
         counts, lengths = torch.zeros(2, 2, dtype=torch.int64, device=device), []
+        tokens_and_rounds = torch.zeros(2, device=device)
         for step in range(min(batches.steps_of_an_epoch, MEASURED)):
             batch = batches[step]
             outcome = self.outcome(batch, self.blocks(step, batch))
             counts += spine_counts(outcome)
             lengths.append(acceptance(outcome)[1])
+            tokens_and_rounds += rounds(outcome)
         (on, on_right), (off, off_right) = counts.tolist()
-        found: dict[str, Any] = {"held_out_acceptance_length": float(torch.stack(lengths).mean())}
+        tokens, taken = tokens_and_rounds.tolist()
+        found: dict[str, Any] = {
+            "held_out_acceptance_length": float(torch.stack(lengths).mean()),
+            "held_out_tokens_a_round": tokens / max(taken, 1e-6),
+        }
         if on_right and off_right:
             found["off_spine"] = min(max(round(off_right / off / (on_right / on), 3), 0.001), 1.0)
             self.published = self.published | {"flashtree": {"off_spine": found["off_spine"]}}

@@ -18,7 +18,14 @@ from spec.draft.dflash_config import DFlashConfig  # noqa: E402
 from spec.draft.dflash_model import DFlashModel  # noqa: E402
 from spec.training import trainer  # noqa: E402
 from spec.training.attention import TextVisibility, dense_attention, flex_attention  # noqa: E402
-from spec.training.blocks import BlockVisibility, draft_hidden, draw_anchors, make_blocks, teacher_rows  # noqa: E402
+from spec.training.blocks import (  # noqa: E402
+    BlockVisibility,
+    documents,
+    draft_hidden,
+    draw_anchors,
+    make_blocks,
+    teacher_rows,
+)
 from spec.training.config import OptimiserConfig  # noqa: E402
 from spec.training.features import Features, target_features  # noqa: E402
 from spec.training.loss import LOSSES  # noqa: E402
@@ -218,11 +225,17 @@ def test_row_j_is_compared_with_the_token_at_anchor_plus_j(target, batch, blocks
     loss = LOSSES.build({"name": "decay"})
     config = OptimiserConfig(steps=1)
     module = DraftLoss(model, target, loss, config, compiled=False)
-    monkeypatch.setattr(trainer, "block_loss", lambda hidden, label, real, **_: (hidden.argmax(-1) == label)[real])
+    monkeypatch.setattr(trainer, "block_loss", lambda hidden, label, real, *_, **__: (hidden.argmax(-1) == label)[real])
     for shift, right in ((0, True), (1, False), (-1, False)):
         said = F.one_hot(blocks.label.roll(shift, -1), tiny.VOCAB).float()
         monkeypatch.setattr(trainer, "draft_hidden", lambda *_, said=said: said)
         assert bool(module(batch, Features(taps=None, hidden=None), blocks).float().mean() > 0.5) == right
+
+
+def test_blocks_of_a_document_share_a_number(batch, blocks):
+    """[5, 8 | 16, 20] and [4, 12, 13], and what is no block stands apart: its number counts for nothing."""
+    number = documents(batch, blocks)
+    assert number.tolist()[:7] == [0, 0, 1, 1, 2, 2, 2] and int(number.max()) < number.numel()
 
 
 def test_anchors_are_where_serving_puts_them(batch):

@@ -6,9 +6,20 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 
-from spec.training.loss import LOSSES, Head, Outcome, acceptance, block_loss, make_chunk_loss, spine_counts  # noqa: E402
+from spec.training.loss import (  # noqa: E402
+    LOSSES,
+    Head,
+    Outcome,
+    acceptance,
+    balanced,
+    block_loss,
+    make_chunk_loss,
+    rounds,
+    spine_counts,
+)
 
 N, L, H, V = 7, 4, 8, 11
+DOCUMENT = torch.tensor([0, 0, 1, 2, 2, 2, 3])
 
 
 @pytest.fixture
@@ -23,7 +34,9 @@ def case():
 def test_decay_is_the_weighted_mean(case):
     hidden, label, real, head = case
     loss = LOSSES.build({"name": "decay", "gamma": 2.0})
-    found = block_loss(hidden, label, real, loss=loss, chunk_loss=make_chunk_loss(loss, head), chunk_blocks=3).loss
+    found = block_loss(
+        hidden, label, real, DOCUMENT, loss=loss, chunk_loss=make_chunk_loss(loss, head), chunk_blocks=3
+    ).loss
     total = weight = 0.0
     for n in range(N):
         for k in range(L):
@@ -54,7 +67,9 @@ def test_chunks_change_neither_loss_nor_gradient(name, case):
     got = []
     for chunk in (1, 3, N):
         at = hidden.clone().requires_grad_()
-        out = block_loss(at, label, real, loss=loss, chunk_loss=make_chunk_loss(loss, head), chunk_blocks=chunk)
+        out = block_loss(
+            at, label, real, DOCUMENT, loss=loss, chunk_loss=make_chunk_loss(loss, head), chunk_blocks=chunk
+        )
         out.loss.backward()
         got.append((out.loss.detach(), at.grad, out.right))
     for other in got[1:]:
@@ -68,7 +83,9 @@ def test_no_gradient_through_the_weights(case):
     hidden, label, real, head = case
     loss = LOSSES.build({"name": "dpace", "alpha": 0.0})
     at = hidden.clone().requires_grad_()
-    block_loss(at, label, real, loss=loss, chunk_loss=make_chunk_loss(loss, head), chunk_blocks=N).loss.backward()
+    block_loss(
+        at, label, real, DOCUMENT, loss=loss, chunk_loss=make_chunk_loss(loss, head), chunk_blocks=N
+    ).loss.backward()
     nll = F.cross_entropy(head.logits(hidden).flatten(0, 1), label.flatten(), reduction="none").view(N, L)
     other = hidden.clone().requires_grad_()
     again = F.cross_entropy(head.logits(other).flatten(0, 1), label.flatten(), reduction="none").view(N, L)
@@ -83,7 +100,7 @@ def test_soft_labels_share_the_cross_entropy_with_the_targets_distribution(cap, 
     teacher = torch.randn(N, L, H, generator=torch.Generator().manual_seed(7))
     at = hidden.clone().requires_grad_()
     chunk_loss = make_chunk_loss(loss, head, 0.25)
-    found = block_loss(at, label, real, loss=loss, chunk_loss=chunk_loss, chunk_blocks=3, teacher=teacher)
+    found = block_loss(at, label, real, DOCUMENT, loss=loss, chunk_loss=chunk_loss, chunk_blocks=3, teacher=teacher)
     found.loss.backward()
     other = hidden.clone().requires_grad_()
     wanted = 0.75 * F.one_hot(label, V) + 0.25 * head.logits(teacher).softmax(-1)
@@ -105,7 +122,7 @@ def test_logits_of_one_chunk_are_in_memory_at_once(case):
         return make_chunk_loss(loss, head)(*args)
 
     at = hidden.clone().requires_grad_()
-    block_loss(at, label, real, loss=loss, chunk_loss=watched, chunk_blocks=3).loss.backward()
+    block_loss(at, label, real, DOCUMENT, loss=loss, chunk_loss=watched, chunk_blocks=3).loss.backward()
     assert shapes == [3, 3, 1]  # and never again: the gradient is made with them
 
 
@@ -113,7 +130,7 @@ def test_figures_count_whole_blocks_only():
     right = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1], [0, 1, 1, 1], [1, 1, 0, 0]]).bool()
     real = torch.ones(4, 4, dtype=torch.bool)
     real[3, 2:] = False
-    accuracy, length = acceptance(Outcome(loss=torch.zeros(()), right=right & real, real=real))
+    accuracy, length = acceptance(Outcome(loss=torch.zeros(()), right=right & real, real=real, document=DOCUMENT))
     assert accuracy.tolist() == pytest.approx([2 / 3, 1, 2 / 3, 1])
     assert float(length) == pytest.approx(1 + (2 + 4 + 0) / 3)
 
@@ -135,7 +152,45 @@ def test_refused(table, message):
 def test_rows_behind_right_ones_and_behind_the_first_wrong_one():
     right = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1], [1, 0, 0, 1], [1, 1, 1, 1]], dtype=torch.bool)
     real = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)
-    counts = spine_counts(Outcome(loss=torch.zeros(()), right=right, real=real))
+    counts = spine_counts(Outcome(loss=torch.zeros(()), right=right, real=real, document=torch.arange(4)))
     # Behind right ones: 1 and 0 of the first block, 0 of the third, 1 of the last. Behind the first wrong one: the
     # first block's last, the second's second, the third's third; what is further on does not count.
     assert counts.tolist() == [[4, 2], [3, 2]]
+
+
+def test_blocks_weigh_by_the_rounds_that_their_document_takes():
+    right = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.bool)
+    real = torch.ones(5, 3, dtype=torch.bool)
+    real[3] = False  # no block at all
+    real[4, 2] = False  # cut short: it weighs as long as it got
+    document = torch.tensor([0, 0, 1, 1, 2])
+    means = torch.tensor([(4 + 1) / 2, (4 + 1) / 2, 2.0, torch.inf, 3.0])
+    expected = means**-2
+    torch.testing.assert_close(balanced(right, real, document, 2.0), expected * 4 / expected.sum())
+    assert balanced(right, real, document, 0.0).tolist() == [1, 1, 1, 0, 1]
+
+
+def test_balance_scales_what_blocks_teach(case):
+    hidden, label, real, head = case
+    label[:3] = head.logits(hidden[:3]).argmax(-1)  # these are right
+    loss, got = LOSSES.build({"name": "dpace"}), []
+    for balance in (0.0, 2.0):
+        at = hidden.clone().requires_grad_()
+        out = block_loss(
+            at, label, real, DOCUMENT, loss=loss, chunk_loss=make_chunk_loss(loss, head), chunk_blocks=3,
+            balance=balance,
+        )  # fmt: skip
+        out.loss.backward()
+        got.append(at.grad)
+    weight = balanced(out.right, real, DOCUMENT, 2.0)
+    torch.testing.assert_close(got[1], got[0] * weight[:, None, None])
+    assert weight.max() > 1.05
+
+
+def test_rounds_that_as_many_tokens_take():
+    right = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 0, 0], [0, 1, 1], [1, 1, 1]], dtype=torch.bool)
+    real = torch.ones(5, 3, dtype=torch.bool)
+    real[4, 2] = False  # does not count
+    outcome = Outcome(loss=torch.zeros(()), right=right, real=real, document=torch.tensor([0, 0, 1, 1, 2]))
+    tokens, taken = rounds(outcome).tolist()
+    assert tokens == 4 and taken == pytest.approx(2 / 3 + 2 / 1)
