@@ -49,6 +49,9 @@ def numbers(text: str, option: str) -> list[int]:
 def with_shape(source: str, overrides: dict[str, Any], shape: str | None) -> GenerateConfig:
     """The config with `--shape` worked in: the target's path and, for a dflash drafter, the shape's own drafter.
 
+    A shape without one is drafted for by n-grams, unless the command line says what drafts: the config's drafter is
+    another target's.
+
     Args:
         source: of the config.
         overrides: of the command line; they win.
@@ -66,6 +69,8 @@ def with_shape(source: str, overrides: dict[str, Any], shape: str | None) -> Gen
     own = drafter_shape(shape)
     if drafter == "dflash" and own is not None:
         changes.setdefault("draft.path", own)
+    elif drafter == "dflash" and not any(key.startswith("draft.") for key in overrides):
+        changes["draft.name"] = "ngram"
     return load_config(source, changes)
 
 

@@ -119,7 +119,8 @@ def trace(
         pass
     engine.warm_up([ids], plain=[plain], progress=progress)
     deepest = 1 if plain else engine.drafter.depth + 1
-    needed = warm_rounds + SETTLING + rounds + 1
+    settling = SETTLING if cuda else 0
+    needed = warm_rounds + settling + rounds + 1
     most = min((needed + 2) * deepest, engine.capacity - len(ids))
     with contextlib.closing(engine.stream(ids, max_new_tokens=most, ignore_eos=True, plain=plain)) as stream:
 
@@ -135,11 +136,11 @@ def trace(
 
         take(1 + warm_rounds)
         with profile(activities=activities, acc_events=True) as profiler:
-            accepted = take(SETTLING + rounds + 1)[SETTLING:]
+            accepted = take(settling + rounds + 1)[settling:]
             if cuda:
                 torch.cuda.synchronize()
     profiler.export_chrome_trace(str(output))
-    timeline = analyse(read_trace(output), ROUND, SETTLING) if cuda else None
+    timeline = analyse(read_trace(output), ROUND, settling) if cuda else None
     averages = profiler.key_averages()
     return Trace(
         accepted=accepted, timeline=timeline, operations=averages.table(sort_by="self_cpu_time_total", row_limit=TOP)
@@ -157,7 +158,7 @@ def report(found: Trace) -> str:
         lines.append("no CUDA device: no graphs, and nothing runs ahead; time on the host by operation:")
         return "\n".join([*lines, found.operations])
     if timeline.late:
-        lines.append(f"launched late: behind round {', '.join(map(str, timeline.late))}")
+        lines.append(f"launched late: behind round {', '.join(map(str, timeline.late))} of those looked at")
     launches, kernels = (_range(values) for values in (timeline.launches, timeline.kernels))
     verdict = [
         ["", "measured"],

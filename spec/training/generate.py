@@ -41,14 +41,23 @@ class WriterEngine(Engine):
     """An engine for one long run of plain decoding with full slots.
 
     It compiles one round for any number of active slots and any mix of temperatures: graphs for the run's tail would
-    take longer to compile than the tail itself. Prompts take part in it token by token, beside slots that are written:
-    a prefill of its own would fill a GPU badly, and the run has as many of them as it has texts. So a completion's
-    tokens begin with its prompt's second one.
+    take longer to compile than the tail itself. Prompts that are short beside the number of slots take part in it token
+    by token, beside slots that are written: a prefill of its own would fill a GPU badly, and there are as many of them
+    as texts. A completion's tokens then begin with its prompt's second one.
     """
 
+    def in_rounds(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt is taken token by token: that costs its share of the slots in so many rounds.
+
+        A prefill of few rows costs about half a round of many.
+        """
+        return 2 * len(prompt) <= self.state.slots
+
     def prefill(self, slot: int, request: Request, plain: bool = False) -> None:
-        """Admit a request with its prompt ahead."""
-        assert plain, "drafts do not know what a prompt goes on with"
+        """See `Engine.prefill`; prompts that are taken in rounds are only put ahead."""
+        if not plain or not self.in_rounds(request.prompt_ids):
+            super().prefill(slot, request, plain)
+            return
         self.admit(slot, request)
         self.state.rewind(slot)
         self.state.publish(self._no_token, self._no_count)
@@ -202,8 +211,9 @@ class Writer:
 
     def _is_new(self, index: int) -> bool:
         """Not the second greedy answer to a prompt of the file."""
-        rounds = len(self.prompts) * len(self.data.temperatures)
-        return not self.prompts or index < rounds or self._answer_temperature(index) > 0
+        if not self.prompts or self._answer_temperature(index) > 0:
+            return True
+        return index // len(self.prompts) == self.data.temperatures.index(0.0)
 
     def _prompts(self, indices: Sequence[int], progress: Callable[[int], None]) -> dict[int, list[int]]:
         if self.template is None:
@@ -238,9 +248,10 @@ class Writer:
             return []
         done: dict[int, Completion] = {}
         for index, completion in self.engine.completions(prompts, settings, plain=True):
-            own = completion.token_ids[len(prompts[index]) - 1 :]
-            done[index] = dataclasses.replace(completion, token_ids=own)
-            progress(len(own))
+            if self.engine.in_rounds(prompts[index]):
+                completion = dataclasses.replace(completion, token_ids=completion.token_ids[len(prompts[index]) - 1 :])
+            done[index] = completion
+            progress(len(completion.token_ids))
         return [done[index] for index in range(len(prompts))]
 
 

@@ -206,13 +206,15 @@ def mean_of_document(length: Tensor, counted: Tensor, document: Tensor) -> Tenso
 
 
 def balanced(right: Tensor, real: Tensor, document: Tensor, power: float) -> Tensor:
-    """What blocks weigh, fp32 [N], on average 1: the mean acceptance length m of their document, to the power -`power`.
+    """What blocks weigh, fp32 [N], on average 1: the mean acceptance length m of their document, to minus `power`.
 
     Decoding takes 1 / m rounds a token, so with m the rounds fall by 1 / m squared: text that is easy to draft, loops
     most of all, has little left to save, and anchors drawn evenly over all text are mostly there.
     """
-    labelled = real.any(1)
-    mean = mean_of_document(lengths(right, real), labelled, document)
+    length, labelled = lengths(right, real), real.any(1)
+    # Blocks that the end of a text cuts short look like rejections: they count where there are no others.
+    mean, any_mean = (mean_of_document(length, kind, document) for kind in (real.all(1), labelled))
+    mean = torch.where(mean > 0, mean, any_mean)
     weight = torch.where(labelled, mean.clamp(min=1) ** -power, 0)
     return weight * labelled.sum() / weight.sum().clamp(min=1e-6)
 

@@ -303,10 +303,9 @@ class Trainer:
             tokens_and_rounds += rounds(outcome)
         (on, on_right), (off, off_right) = counts.tolist()
         tokens, taken = tokens_and_rounds.tolist()
-        found: dict[str, Any] = {
-            "held_out_acceptance_length": float(torch.stack(lengths).mean()),
-            "held_out_tokens_a_round": tokens / max(taken, 1e-6),
-        }
+        found: dict[str, Any] = {"held_out_acceptance_length": float(torch.stack(lengths).mean())}
+        if taken:  # else the answers are all shorter than a block
+            found["held_out_tokens_a_round"] = tokens / taken
         if on_right and off_right:
             found["off_spine"] = min(max(round(off_right / off / (on_right / on), 3), 0.001), 1.0)
             self.published = self.published | {"flashtree": {"off_spine": found["off_spine"]}}

@@ -469,6 +469,10 @@ def test_a_shape_brings_its_drafter():
     assert drafted.draft.config.path == "llama-3.1-8b-dflash"
     own = with_shape("smollm2-ngram", {"draft.name": "dflash", "draft.path": "x"}, "llama-3.1-8b")
     assert own.draft.config.path == "x"
+    assert with_shape("smollm2-dflash", {}, "qwen3-8b").draft.config.path == "qwen3-8b-dflash"
+    assert with_shape("smollm2-dflash", {}, "smollm2-135m").draft.name == "ngram"
+    asked = with_shape("smollm2-dflash", {"draft.block_size": 8}, "smollm2-135m")
+    assert asked.draft.config.path == "smollm2-135m-instruct-dflash"
 
 
 def test_random_drafters_stay_finite(target, drafter):

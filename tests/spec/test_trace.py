@@ -12,7 +12,7 @@ from spec import Engine
 from spec.cli import main
 from spec.engine import ROUND
 from spec.timeline import Event, analyse, covered, read_trace
-from spec.trace import SETTLING, Trace, report, trace
+from spec.trace import Trace, report, trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:not one token of drafter")
 
@@ -116,11 +116,11 @@ def test_a_real_profile_on_the_cpu(settings, tmp_path, plain):
     ids, file = [7, 8, 9, 10, 11] * 9, tmp_path / "trace.json.gz"
     found = trace(engine, ids, 5, file, plain=plain, warm_rounds=2)
     marks = [e for e in read_trace(file) if e.name == ROUND and e.category == "user_annotation"]
-    assert len(marks) - SETTLING == 6 == len(found.accepted) and found.timeline is None
+    assert len(marks) == 6 == len(found.accepted) and found.timeline is None
     (done,) = engine.generate([ids], max_new_tokens=80, plain=plain)  # and the engine is free again
-    assert found.accepted == ([0] * 6 if plain else done.stats.per_step_accepted[2 + SETTLING :][:6])
+    assert found.accepted == ([0] * 6 if plain else done.stats.per_step_accepted[2:8])
     assert "aten::" in found.operations
-    with pytest.raises(ValueError, match="fewer than 126 rounds"):
+    with pytest.raises(ValueError, match="fewer than 123 rounds"):
         trace(engine, ids, 120, file, plain=plain, warm_rounds=2)
 
 

@@ -246,18 +246,27 @@ def test_targets_that_need_prompts(target, tmp_path):
 
 
 def test_prompts_taken_token_by_token_give_the_texts_of_a_prefill(target, tmp_path):
-    """Prompts with end tokens inside, of one token, and as long as there is room; more of them than slots."""
-    config = config_of(target, tmp_path / "data", slots=3)
+    """Prompts with end tokens inside, of one token, and too long for it; more of them than slots."""
+    config = config_of(target, tmp_path / "data", slots=40)
     writer, engine = Writer(config).engine, Engine(engine_config(config, config.data))
     generator = torch.Generator().manual_seed(2)
-    sizes = [1, 2, 3, 36, 20, 7, 1, 12]
+    sizes = [1, 2, 3, 36, 20, 7, 21, 12] * 6
     prompts = [torch.randint(3, 50, (size,), generator=generator).tolist() for size in sizes]
-    for prompt in prompts[3:6]:
-        prompt[2] = prompt[-1] = 2
-    settings = [Settings(temperature=index % 2, seed=index, max_new_tokens=9) for index in range(len(prompts))]
+    for prompt in prompts:
+        prompt[2:3] = prompt[-1:] = [2] if len(prompt) > 3 else prompt[-1:]
+    settings = [Settings(temperature=index % 3 / 2, seed=index, max_new_tokens=9) for index in range(len(prompts))]
     want = engine.generate_plain(prompts, settings)
     got = dict(writer.completions(prompts, settings, plain=True))
     assert {len(completion.token_ids) for completion in want} > {9}  # some end by themselves
+    assert {writer.in_rounds(prompt) for prompt in prompts} == {True, False}
     for index, (prompt, completion) in enumerate(zip(prompts, want, strict=True)):
-        assert got[index].token_ids == prompt[1:] + completion.token_ids
+        ahead = prompt[1:] if writer.in_rounds(prompt) else []
+        assert got[index].token_ids == ahead + completion.token_ids
         assert got[index].finish_reason == completion.finish_reason
+
+
+def test_a_prompt_of_the_file_is_answered_greedily_once(target, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("w5 w6\n")
+    writer = Writer(config_of(target, tmp_path / "data", prompts=str(file), temperatures=[0.7, 0.0, 0.0, 1.0]))
+    assert [writer._is_new(index) for index in range(8)] == [True, True, False, True, True, False, False, True]

@@ -159,15 +159,18 @@ def test_rows_behind_right_ones_and_behind_the_first_wrong_one():
 
 
 def test_blocks_weigh_by_the_rounds_that_their_document_takes():
-    right = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.bool)
-    real = torch.ones(5, 3, dtype=torch.bool)
+    right = torch.tensor(
+        [[1, 1, 1], [0, 1, 1], [1, 0, 1], [0, 0, 0], [1, 1, 1], [1, 1, 1], [1, 0, 0]], dtype=torch.bool
+    )
+    real = torch.ones(7, 3, dtype=torch.bool)
     real[3] = False  # no block at all
-    real[4, 2] = False  # cut short: it weighs as long as it got
-    document = torch.tensor([0, 0, 1, 1, 2])
-    means = torch.tensor([(4 + 1) / 2, (4 + 1) / 2, 2.0, torch.inf, 3.0])
+    real[4, 2] = False  # cut short: it counts where its document has no whole one
+    real[6, 2] = False
+    document = torch.tensor([0, 0, 1, 1, 2, 3, 3])
+    means = torch.tensor([(4 + 1) / 2, (4 + 1) / 2, 2.0, torch.inf, 3.0, 4.0, 4.0])
     expected = means**-2
-    torch.testing.assert_close(balanced(right, real, document, 2.0), expected * 4 / expected.sum())
-    assert balanced(right, real, document, 0.0).tolist() == [1, 1, 1, 0, 1]
+    torch.testing.assert_close(balanced(right, real, document, 2.0), expected * 6 / expected.sum())
+    assert balanced(right, real, document, 0.0).tolist() == [1, 1, 1, 0, 1, 1, 1]
 
 
 def test_balance_scales_what_blocks_teach(case):
