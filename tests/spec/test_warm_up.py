@@ -145,7 +145,7 @@ def test_the_generation_script_warms_up_what_it_uses(how, rounds, tiny_targets, 
         "generate.max_new_tokens=4",
     ]
     options = [part for key in (*sets, "compile.mode=default") for part in ("--set", key)]
-    assert main(["generate", *options, "--raw", "--prompt-file", str(file), *how]) == 0
+    assert main(["generate", "--config", "smollm2-ngram", *options, "--raw", "--prompt-file", str(file), *how]) == 0
     lines = capsys.readouterr().err.splitlines()
     names = ["plain round of 1 row", "round of 16 rows"]
     steps = ["prefill of 64 rows behind 64", "the first token", *(names[kind] for kind in rounds)]
