@@ -109,9 +109,8 @@ def analyse(events: Sequence[Event], mark: str, skip: int = 0) -> Timeline:
     Raises:
         ValueError: fewer than two rounds, or a round without kernels: the profile does not show what is asked.
     """
-    marks = sorted((e for e in events if e.category == "user_annotation" and e.name == mark), key=lambda e: e.start)[
-        skip:
-    ]
+    marks = [e for e in events if e.category == "user_annotation" and e.name == mark]
+    marks = sorted(marks, key=lambda e: e.start)[skip:]
     if len(marks) < 2:
         raise ValueError(f"the profile holds {len(marks)} rounds; two are needed")
     calls = _calls_by_round(events, marks)

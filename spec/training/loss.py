@@ -260,7 +260,7 @@ def acceptance(outcome: Outcome) -> tuple[Tensor, Tensor]:
     whole = outcome.real.all(1, keepdim=True)
     blocks = whole.sum().clamp(min=1)
     right = outcome.right & whole
-    return right.sum(0) / blocks, 1 + right.long().cumprod(1).sum() / blocks
+    return right.sum(0) / blocks, 1 + (lengths(right, whole) - 1).sum() / blocks
 
 
 def rounds(outcome: Outcome) -> Tensor:

@@ -30,9 +30,17 @@ def prompts(tmp_path) -> Path:
     return file
 
 
+def of(folder) -> list[str]:
+    """Options of a command for a target in fp32 that has no drafter of its own."""
+    return ["--config", "smollm2-ngram", "--set", f"target.path={folder}", "--set", "target.dtype=float32"]
+
+
+def compared(folder, prompts) -> list[str]:
+    return [*of(folder), "--prompts", str(prompts)]
+
+
 def generate(folder, *arguments) -> int:
-    return main(["generate", "--config", "smollm2-ngram", "--set", f"target.path={folder}", "--set",
-                 "target.dtype=float32", *map(str, arguments)])  # fmt: skip
+    return main(["generate", *of(folder), *map(str, arguments)])
 
 
 def edit(folder, **changes):
@@ -177,24 +185,14 @@ def test_jsonl_with_a_line_separator_and_a_mark(folder, tmp_path, capsys):
 
 
 def test_an_output_file_that_cannot_be_written_is_found_first(folder, prompts, capsys):
-    target = ["--config", "smollm2-ngram", "--set", f"target.path={folder}", "--set", "target.dtype=float32"]
-    assert main(["check-lossless", *target, "--prompts", str(prompts), "--json", "/nowhere/x.json"]) == 2
+    assert main(["check-lossless", *compared(folder, prompts), "--json", "/nowhere/x.json"]) == 2
     assert "cannot write /nowhere/x.json" in capsys.readouterr().err
 
 
 def test_check_lossless_stops_the_oracle_at_the_context_limit(folder, prompts, capsys):
-    target = ["--config", "smollm2-ngram", "--set", f"target.path={folder}", "--set", "target.dtype=float32"]
-    arguments = [
-        "--prompts",
-        str(prompts),
-        "--max-new-tokens",
-        "60",
-        "--set",
-        "engine.max_model_len=32",
-        "--trees",
-        "chain",
-    ]
-    assert main(["check-lossless", *target, *arguments, "--drafts", "config"]) == 0
+    where = compared(folder, prompts)
+    arguments = ["--max-new-tokens", "60", "--set", "engine.max_model_len=32", "--trees", "chain"]
+    assert main(["check-lossless", *where, *arguments, "--drafts", "config"]) == 0
     assert "WRONG" in capsys.readouterr().out
 
 
@@ -255,32 +253,14 @@ def test_sampled_output_is_repeatable_and_compared(folder, prompts, capsys):
     [([], "without a seed: add --set sampling.seed=1"), (["--set", "sampling.seed=1"], "use --oracle plain")],
 )
 def test_lossless_needs_tokens_that_can_be_compared(changes, expected, folder, prompts, capsys):
-    where = [
-        "--config",
-        "smollm2-ngram",
-        "--set",
-        f"target.path={folder}",
-        "--prompts",
-        str(prompts),
-        "--set",
-        "sampling.temperature=0.7",
-    ]
+    where = [*compared(folder, prompts), "--set", "sampling.temperature=0.7"]
     assert main(["check-lossless", *where, *changes]) == 2
     assert expected in capsys.readouterr().err
 
 
 def test_check_lossless_of_seeded_sampling(folder, prompts, tmp_path, capsys):
     """A line for each setting, several of them in one engine; the whole matrix has every temperature and filter."""
-    where = [
-        "--config",
-        "smollm2-ngram",
-        "--set",
-        f"target.path={folder}",
-        "--set",
-        "target.dtype=float32",
-        "--prompts",
-        str(prompts),
-    ]
+    where = compared(folder, prompts)
     how = [
         "--oracle",
         "plain",
@@ -309,16 +289,7 @@ def test_check_lossless_of_seeded_sampling(folder, prompts, tmp_path, capsys):
 
 
 def test_check_lossless_fails_where_plain_decoding_is_another(folder, prompts, monkeypatch, capsys):
-    where = [
-        "--config",
-        "smollm2-ngram",
-        "--set",
-        f"target.path={folder}",
-        "--set",
-        "target.dtype=float32",
-        "--prompts",
-        str(prompts),
-    ]
+    where = compared(folder, prompts)
     how = ["--oracle", "plain", "--drafts", "config", "--trees", "chain", "--max-new-tokens", "5"]
     plain = Engine.generate_plain
 
@@ -332,16 +303,7 @@ def test_check_lossless_fails_where_plain_decoding_is_another(folder, prompts, m
 
 
 def test_check_lossless_against_the_tokens_of_another_run(folder, prompts, tmp_path, monkeypatch, capsys):
-    where = [
-        "--config",
-        "smollm2-ngram",
-        "--set",
-        f"target.path={folder}",
-        "--set",
-        "target.dtype=float32",
-        "--prompts",
-        str(prompts),
-    ]
+    where = compared(folder, prompts)
     command, file = ["check-lossless", *where, "--drafts", "config", "--trees", "chain"], tmp_path / "found.json"
     short = ["--max-new-tokens", "5"]
     assert main([*command, *short, "--oracle", "plain", "--json", str(file)]) == 0
@@ -364,16 +326,7 @@ def test_check_lossless_against_the_tokens_of_another_run(folder, prompts, tmp_p
 
 
 def test_tokens_of_another_run_are_of_the_same_seed_and_sampling(folder, prompts, tmp_path, capsys):
-    where = [
-        "--config",
-        "smollm2-ngram",
-        "--set",
-        f"target.path={folder}",
-        "--set",
-        "target.dtype=float32",
-        "--prompts",
-        str(prompts),
-    ]
+    where = compared(folder, prompts)
     command = ["check-lossless", *where, "--drafts", "config", "--trees", "chain", "--max-new-tokens", "3"]
     file = tmp_path / "found.json"
     settings, other = ["--sampling", "temperature=0.9", "temperature=1.5,top_k=9"], ["--set", "sampling.top_p=0.8"]
@@ -393,16 +346,7 @@ def test_the_width_of_the_oracle(oracle, folder, prompts, monkeypatch):
 
     found, compare = [], spec.compare.compare
     monkeypatch.setattr(spec.compare, "compare", lambda *given: (found.append(given[7]), compare(*given))[1])
-    where = [
-        "--config",
-        "smollm2-ngram",
-        "--set",
-        f"target.path={folder}",
-        "--set",
-        "target.dtype=float32",
-        "--prompts",
-        str(prompts),
-    ]
+    where = compared(folder, prompts)
     how = ["--oracle", oracle, "--drafts", "config", "--trees", "chain", "--max-new-tokens", "3"]
     assert main(["check-lossless", *where, *how, "--set", "engine.slots=2"]) == 0
     assert found == [{"plain": 2, "transformers": 1}[oracle]] * 2

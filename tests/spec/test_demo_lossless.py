@@ -48,7 +48,8 @@ def test_tokens_are_those_of_transformers(oracle, draft, tree):
     got = build(draft, tree).generate(texts, max_new_tokens=TOKENS)
     assert [c.token_ids for c in got] == expected
     if draft in ("self", "dflash"):
-        assert min(c.stats.mean_acceptance_length for c in got) > 1  # it really speculates
+        # It really speculates.
+        assert min(c.stats.mean_acceptance_length for c in got) > {"self": 2, "dflash": 1}[draft]
 
 
 @pytest.mark.parametrize("draft", ["ngram", "dflash"])

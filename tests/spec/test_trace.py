@@ -127,18 +127,8 @@ def test_a_real_profile_on_the_cpu(settings, tmp_path, plain):
 def test_the_command(settings, tmp_path, capsys):
     file, figures = tmp_path / "trace.json", tmp_path / "figures.json"
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    asked = [
-        "trace",
-        "--config",
-        "smollm2-ngram",
-        *sets,
-        "--rounds",
-        "4",
-        "--output",
-        str(file),
-        "--json",
-        str(figures),
-    ]
+    sets += ["--config", "smollm2-ngram"]
+    asked = ["trace", *sets, "--rounds", "4", "--output", str(file), "--json", str(figures)]
     assert main(asked) == 0
     shown = capsys.readouterr().out
     assert "in 5 rounds" in shown and "no CUDA device" in shown and str(file) in shown
