@@ -41,10 +41,19 @@ class Blocks(Tensors):
     real: Tensor
 
 
-def draw_anchors(batch: Batch, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Anchors of each sequence, uniform among the supervised tokens whose next one is supervised too.
+def places(batch: Batch) -> Tensor:
+    """Where anchors may be, bool [S, T]: the supervised tokens whose next one is supervised too.
 
     Those are where serving may put one: the anchor is a token that the target has written.
+    """
+    supervised, document = batch.supervised, batch.document
+    fits = torch.zeros_like(supervised)
+    fits[:, :-1] = supervised[:, :-1] & supervised[:, 1:] & (document[:, :-1] == document[:, 1:])
+    return fits
+
+
+def draw_anchors(batch: Batch, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Anchors of each sequence, uniform among the `places`.
 
     Args:
         batch: S sequences of T tokens.
@@ -54,15 +63,37 @@ def draw_anchors(batch: Batch, count: int, generator: torch.Generator) -> tuple[
     Returns:
         int64 [S, A], rising, 0 where a sequence has fewer; and bool [S, A], whether it is one.
     """
-    supervised, document = batch.supervised, batch.document
-    fits = torch.zeros_like(supervised)
-    fits[:, :-1] = supervised[:, :-1] & supervised[:, 1:] & (document[:, :-1] == document[:, 1:])
+    fits = places(batch)
     key = torch.rand(fits.shape, generator=generator).to(fits.device)
     key, index = torch.where(fits, key, -1.0).topk(min(count, fits.shape[1]), dim=1)
     index = torch.where(key >= 0, index, fits.shape[1]).sort(1).values
     drawn = index < fits.shape[1]
     missing = count - drawn.shape[1]
     return F.pad(torch.where(drawn, index, 0), (0, missing)), F.pad(drawn, (0, missing))
+
+
+def next_anchors(batch: Batch, blocks: Blocks, length: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the rounds after these blocks begin: behind what each of them gets right, every place once.
+
+    Evenly drawn anchors are mostly where text is easy, and serving passes that in few rounds. Anchors that follow one
+    another as rounds do are where serving puts them, after a few steps from anywhere.
+
+    Args:
+        batch: S sequences of T tokens.
+        blocks: A blocks a sequence.
+        length: acceptance length of a chain from each anchor, [S * A].
+
+    Returns:
+        As `draw_anchors`.
+    """
+    end = batch.token.shape[1]
+    after = (blocks.anchor + length.long().view_as(blocks.anchor)).clamp(max=end - 1)
+    same = batch.document.gather(1, after) == batch.document.gather(1, blocks.anchor)
+    kept = blocks.real.any(2) & same & places(batch).gather(1, after)
+    after = torch.where(kept, after, end).sort(1).values
+    after[:, 1:] = torch.where(after[:, 1:] == after[:, :-1], end, after[:, 1:])
+    after = after.sort(1).values
+    return torch.where(after < end, after, 0), after < end
 
 
 def make_blocks(batch: Batch, anchor: Tensor, drawn: Tensor, *, block: int, mask_token: int) -> Blocks:

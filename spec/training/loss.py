@@ -263,16 +263,6 @@ def acceptance(outcome: Outcome) -> tuple[Tensor, Tensor]:
     return right.sum(0) / blocks, 1 + (lengths(right, whole) - 1).sum() / blocks
 
 
-def rounds(outcome: Outcome) -> Tensor:
-    """Tokens and rounds, fp32 [2]: how many rounds a greedy chain would take for as many tokens as there are anchors.
-
-    Each document takes its own acceptance length; a mean over all anchors would be that of the easy ones.
-    """
-    whole = outcome.real.all(1)
-    mean = mean_of_document(lengths(outcome.right, outcome.real), whole, outcome.document)
-    return torch.stack([whole.float().sum(), torch.where(whole, 1 / mean.clamp(min=1), 0).sum()])
-
-
 def spine_counts(outcome: Outcome) -> Tensor:
     """How often a depth's token is right behind right ones only, and behind the first wrong one.
 

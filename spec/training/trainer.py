@@ -30,17 +30,18 @@ from ..draft.dflash_config import DFlashConfig
 from ..draft.dflash_model import DFlashModel
 from .ahead import made_ahead
 from .attention import attention_of
-from .blocks import Blocks, documents, draft_hidden, draw_anchors, make_blocks, teacher_rows
+from .blocks import Blocks, documents, draft_hidden, draw_anchors, make_blocks, next_anchors, teacher_rows
 from .config import OptimiserConfig, TrainingConfig
 from .features import Features, target_features
 from .folder import write_folder
-from .loss import LOSSES, Head, Loss, Outcome, acceptance, block_loss, make_chunk_loss, rounds, spine_counts
+from .loss import LOSSES, Head, Loss, Outcome, acceptance, block_loss, lengths, make_chunk_loss, spine_counts
 from .optimiser import learning_rate, make_optimisers
 from .packing import Batch, Batches, Corpus
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
-MEASURED = 32  # steps' worth of held-out documents
+MEASURED = 256  # sequences of held-out documents
+ROUNDS = 3  # from evenly drawn anchors to those of serving
 AHEAD = 3  # steps whose batches are made before they are used
 SPREAD = 0.02  # of fresh matrices, as Qwen3's own
 # What may differ between a run and its continuation: no result depends on it but by rounding.
@@ -214,25 +215,44 @@ class Trainer:
         blocks = self.blocks(step, batch)
         return (batch.pinned(), blocks.pinned()) if self.target.device.type == "cuda" else (batch, blocks)
 
-    def outcome(self, batch: Batch, blocks: Blocks) -> Outcome:
-        """What the drafter makes of a batch's blocks, on whatever device they are; ready for backward."""
+    def outcome(self, batch: Batch, blocks: Blocks, features: Features | None = None) -> Outcome:
+        """What the drafter makes of a batch's blocks, on whatever device they are; ready for backward.
+
+        `features`: of the batch, if they are known already.
+        """
         batch, blocks = batch.to(self.target.device), blocks.to(self.target.device)
-        with torch.no_grad():
-            features = self.features(batch)
+        features = features or self._features(batch)
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.target.dtype != torch.float32):
             outcome: Outcome = self.model(batch, features, blocks)
         return outcome
+
+    @torch.no_grad()
+    def _features(self, batch: Batch) -> Features:
+        features: Features = self.features(batch)
+        return features
+
+    @torch.no_grad()
+    def following(self, batch: Batch, blocks: Blocks, outcome: Outcome) -> Blocks:
+        """The blocks of the rounds after these; everything on the device."""
+        anchor, drawn = next_anchors(batch, blocks, lengths(outcome.right, outcome.real))
+        return make_blocks(batch, anchor, drawn, block=self.block, mask_token=self.mask_token)
 
     def run_step(self) -> dict[str, Tensor]:
         """One optimiser step.
 
         Returns:
-            loss, gradient norm, accuracy of each depth and acceptance length, on the device.
+            loss, gradient norm, accuracy of each depth and acceptance length (of evenly drawn anchors), on the device.
         """
         train = self.train_config
-        outcome = self.outcome(*next(self._inputs))
+        batch, blocks = next(self._inputs)
+        batch, blocks = batch.to(self.target.device), blocks.to(self.target.device)
+        features = self._features(batch)
+        outcome = self.outcome(batch, blocks, features)
         self.drafter.zero_grad(set_to_none=True)
-        torch.autograd.backward(outcome.loss)
+        torch.autograd.backward(outcome.loss * (1 - train.follow))
+        if train.follow:
+            second = self.outcome(batch, self.following(batch, blocks, outcome), features)
+            torch.autograd.backward(second.loss * train.follow)
         self._average()
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), train.clip)
         for optimiser in self.optimisers:
@@ -284,7 +304,7 @@ class Trainer:
     def _measure(self) -> None:
         """Figures of the documents that were not trained on: into the log, and the discount into the drafter's file.
 
-        At most `MEASURED` steps' worth of them; a held-out part that does not fill one step is not measured.
+        At most `MEASURED` sequences of them; a held-out part that does not fill one step is not measured.
         """
         train, device = self.train_config, self.target.device
         try:
@@ -293,19 +313,24 @@ class Trainer:
             )  # fmt: skip
         except ValueError:  # too few documents
             return
-        counts, lengths = torch.zeros(2, 2, dtype=torch.int64, device=device), []
-        tokens_and_rounds = torch.zeros(2, device=device)
-        for step in range(min(batches.steps_of_an_epoch, MEASURED)):
+        counts, even, followed = torch.zeros(2, 2, dtype=torch.int64, device=device), [], []
+        for step in range(min(batches.steps_of_an_epoch, max(MEASURED // train.sequences, 1))):
             batch = batches[step]
-            outcome = self.outcome(batch, self.blocks(step, batch))
+            blocks = self.blocks(step, batch).to(device)
+            batch = batch.to(device)
+            features = self._features(batch)
+            outcome = self.outcome(batch, blocks, features)
             counts += spine_counts(outcome)
-            lengths.append(acceptance(outcome)[1])
-            tokens_and_rounds += rounds(outcome)
+            even.append(acceptance(outcome)[1])
+            for _ in range(ROUNDS):
+                blocks = self.following(batch, blocks, outcome)
+                outcome = self.outcome(batch, blocks, features)
+            followed.append(acceptance(outcome)[1])
         (on, on_right), (off, off_right) = counts.tolist()
-        tokens, taken = tokens_and_rounds.tolist()
-        found: dict[str, Any] = {"held_out_acceptance_length": float(torch.stack(lengths).mean())}
-        if taken:  # else the answers are all shorter than a block
-            found["held_out_tokens_a_round"] = tokens / taken
+        found: dict[str, Any] = {
+            "held_out_acceptance_length": float(torch.stack(even).mean()),
+            "held_out_round_length": float(torch.stack(followed).mean()),
+        }
         if on_right and off_right:
             found["off_spine"] = min(max(round(off_right / off / (on_right / on), 3), 0.001), 1.0)
             self.published = self.published | {"flashtree": {"off_spine": found["off_spine"]}}

@@ -24,6 +24,7 @@ from spec.training.blocks import (  # noqa: E402
     draft_hidden,
     draw_anchors,
     make_blocks,
+    next_anchors,
     teacher_rows,
 )
 from spec.training.config import OptimiserConfig  # noqa: E402
@@ -111,6 +112,14 @@ def alone(target, taps, tokens):
     count = torch.tensor([len(tokens)])
     rows = chain(token=tokens[None], start=count * 0, count=count, rows=len(tokens), bound=0)
     return target(rows, None, taps).taps
+
+
+def test_the_next_rounds_anchors(batch, blocks):
+    # Behind the others: a place of another document, one that two blocks lead to, an answer's last token, no block.
+    length = torch.tensor([2, 3, 5, 1, 1, 9, 10, 1])
+    anchor, drawn = next_anchors(batch, blocks, length)
+    assert anchor.tolist() == [[7, 21, 0, 0], [5, 21, 0, 0]]
+    assert drawn.tolist() == [[True, True, False, False]] * 2
 
 
 def test_packed_documents_are_blind_to_each_other_in_the_target(target, batch):

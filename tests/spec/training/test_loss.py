@@ -14,7 +14,6 @@ from spec.training.loss import (  # noqa: E402
     balanced,
     block_loss,
     make_chunk_loss,
-    rounds,
     spine_counts,
 )
 
@@ -188,12 +187,3 @@ def test_balance_scales_what_blocks_teach(case):
     weight = balanced(out.right, real, DOCUMENT, 2.0)
     torch.testing.assert_close(got[1], got[0] * weight[:, None, None])
     assert weight.max() > 1.05
-
-
-def test_rounds_that_as_many_tokens_take():
-    right = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 0, 0], [0, 1, 1], [1, 1, 1]], dtype=torch.bool)
-    real = torch.ones(5, 3, dtype=torch.bool)
-    real[4, 2] = False  # does not count
-    outcome = Outcome(loss=torch.zeros(()), right=right, real=real, document=torch.tensor([0, 0, 1, 1, 2]))
-    tokens, taken = rounds(outcome).tolist()
-    assert tokens == 4 and taken == pytest.approx(2 / 3 + 2 / 1)

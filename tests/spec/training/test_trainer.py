@@ -110,7 +110,7 @@ def test_a_run_killed_before_its_first_checkpoint_logs_no_step_twice(target, dat
 
 # Another value of every option that a run's weights depend on.
 DECISIVE = {
-    "steps": 80, "sequence_length": 48, "sequences": 1, "anchors": 3, "soft_labels": 0.5, "balance": 2.0,
+    "steps": 80, "sequence_length": 48, "sequences": 1, "anchors": 3, "soft_labels": 0.5, "balance": 2.0, "follow": 0.5,
     "optimiser": "adamw", "learning_rate": 2e-3, "warmup": 0.5, "weight_decay": 0.5, "clip": 1e-3, "seed": 1,
     "held_out": 0.5,
 }  # fmt: skip
@@ -169,7 +169,7 @@ def test_documents_held_out_are_measured_and_not_trained_on(target, data, tmp_pa
         run.run_all()
     *_, trained, measured = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     assert trained["step"] == measured["step"] == 8 and measured["off_spine"] == 0.5
-    assert measured["held_out_acceptance_length"] >= 1
+    assert measured["held_out_acceptance_length"] >= 1 and measured["held_out_round_length"] >= 1
     assert DFlashConfig.from_file(tmp_path / "out" / "config.json").off_spine == 0.5
     assert trainer(target, data, tmp_path / "out", {"train.held_out": 0.25, "train.log_every": 8}).step == 8
 
