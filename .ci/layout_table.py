@@ -11,6 +11,7 @@ from pathlib import Path
 from spec.bench_links import PCIE, Call, latencies, on_link
 
 PLAIN_BARS = {2: 2.9, 4: 2.1}  # ms of a plain step by number of GPUs, layout tensor, the shortest context
+PARTS = ("plain step", "verify", "round")  # the single layout's file may be that of `.ci/gpu steps`, with all parts
 RATIO_MARGIN = 0.15  # of round over plain step, against one GPU
 
 
@@ -41,6 +42,8 @@ def print_steps(records: dict[str, dict]) -> None:
         cells: dict[tuple[str, int], dict[int, str]] = {}
         for run in record["runs"]:
             for part in run["parts"]:
+                if part["part"] not in PARTS:
+                    continue
                 text = f"{shown(part):.2f} ({part['floor_ms']:.2f})"
                 cells.setdefault((part["part"], part["rows"]), {})[run["context"]] = text
         for (part, rows), found in cells.items():
@@ -81,6 +84,8 @@ def bars(name: str, record: dict, single: dict | None) -> list[str]:
         if run["recompiles_while_timing"]:
             missed.append(f"{where}: {run['recompiles_while_timing']} recompiles")
         for part in run["parts"]:
+            if part["part"] not in PARTS:
+                continue
             if part["host_ms"] is not None and part["host_ms"] >= part["device_ms"]:
                 missed.append(
                     f"{where}: {part['part']} takes the host {part['host_ms']:.2f} ms, the GPU {shown(part):.2f}"

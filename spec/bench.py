@@ -105,10 +105,12 @@ def run_prompts(arguments: argparse.Namespace, config: Any) -> int:
         raise ValueError(
             "bench --prompts decodes greedily, as its peers do; set sampling.temperature=0, no penalties or processors"
         )
-    engine = Engine(config, progress=lambda line: print(line, file=sys.stderr), random_weights=True)
+    say = functools.partial(print, file=sys.stderr)
+    engine = Engine(config, progress=say, random_weights=True)
     texts = encode_all(prompts, engine.tokenizer, engine.target.config.vocab_size) * (arguments.repeat or 1)
     systems = _systems(engine, arguments.max_new_tokens, arguments.peers)
     timings = {name: Timing(name=name) for name in systems}
+    engine.warm_up(texts, progress=say, max_new_tokens=arguments.max_new_tokens)
     longest = max(texts, key=len)  # a compiled peer sizes its cache by it, once
     for name, system in systems.items():  # warm-up: allocators, compiling, kernels chosen at first use
         warm = Timing(name=name)
@@ -170,14 +172,15 @@ def _systems(engine: Any, most: int, peers: bool) -> dict[str, System]:
 
 def _row(engine: Any, texts: list[list[int]], timing: Timing, plain: Timing) -> tuple[list[str], int]:
     """A line of the table, and how many outputs differ from plain decoding's for no good reason."""
+    from tqdm import tqdm
+
     from .compare import compare
 
     if timing.failed:
         return [timing.name, *["-"] * 6], 0
-    found = [
-        compare(engine.target, ids, a, b, engine.nodes)
-        for ids, a, b in zip(texts, timing.outputs, plain.outputs, strict=True)
-    ]
+    # Where tokens differ both texts are computed anew, token by token: on a GPU that takes longer than the timing did.
+    pairs = tqdm(list(zip(texts, timing.outputs, plain.outputs, strict=True)), f"comparing {timing.name}", disable=None)
+    found = [compare(engine.target, ids, a, b, engine.nodes) for ids, a, b in pairs]
     same = sum(c.identical for c in found)
     close = sum(c.explained and not c.identical for c in found)
     runs = zip(timing.tokens, timing.seconds, plain.tokens, plain.seconds, strict=True)
@@ -200,13 +203,18 @@ def _print(engine: Any, texts: list[list[int]], timings: dict[str, Timing], argu
     from .report import machine_line, table
 
     random_weights = uses_random_weights(engine.config)
+    machine = machine_line(engine)
+    if arguments.json:  # first: comparing takes long, and the times are there
+        systems = [dataclasses.asdict(timing) | {"rate": timing.rate} for timing in timings.values()]
+        record = {"machine": machine, "random_weights": random_weights, "systems": systems}
+        with open(arguments.json, "w", encoding="utf-8") as out:
+            json.dump(record, out)
     rows = [["system", "tokens/s", "x plain", "median of prompts", "acceptance length", "same tokens", "near-ties"]]
     wrong = 0
     for timing in timings.values():
         cells, different = _row(engine, texts, timing, timings["plain"])
         rows.append(cells)
         wrong += 0 if timing.is_peer else different
-    machine = machine_line(engine)
     mode = engine.config.compile.resolved_mode(engine.config.target.device)
     print(f"{describe(engine)}, mode {mode}, kernels {engine.target.backend.name}\n{machine}")
     print(f"{len(texts)} prompts x {arguments.max_new_tokens} tokens, prefill included")
@@ -216,9 +224,4 @@ def _print(engine: Any, texts: list[list[int]], timings: dict[str, Timing], argu
             print(f"{timing.name}: {timing.failed}")
     if random_weights:
         print("random weights: acceptance means nothing, and transformers has other random weights than ours")
-    if arguments.json:
-        systems = [dataclasses.asdict(timing) | {"rate": timing.rate} for timing in timings.values()]
-        record = {"machine": machine, "random_weights": random_weights, "systems": systems}
-        with open(arguments.json, "w", encoding="utf-8") as out:
-            json.dump(record, out)
     return 1 if wrong else 0

@@ -103,16 +103,28 @@ class TextStream:
         self._released = 0
 
     def push(self, ids: Sequence[int]) -> str:
-        """Add tokens one by one until a stop string appears; returns the text that can be shown now.
+        """Add tokens until a stop string appears; returns the text that can be shown now.
 
         Tokens after the one that completes a stop string are dropped; `ids` keeps those that count.
         """
-        for token in ids:
-            if self.stopped:
-                break
-            self.ids.append(token)
-            self._advance()
+        if not self.stopped and not self._all_at_once(ids):
+            for token in ids:
+                if self.stopped:
+                    break
+                self.ids.append(token)
+                self._advance()
         return self._release(self._safe_end())
+
+    def _all_at_once(self, ids: Sequence[int]) -> bool:
+        """Add the tokens if their text is complete and has no stop string: two calls of the tokenizer, however many."""
+        count, before = len(self.ids), (self.text, self._prefix, self._settled)
+        self.ids += ids
+        self._advance()
+        if not self.stopped and (self.tokenizer is None or self._settled == len(self.ids)):
+            return True
+        self.text, self._prefix, self._settled = before
+        self.ids, self.stopped = self.ids[:count], False
+        return False
 
     def finish(self) -> str:
         """Release what was held back; call once, when no more tokens come."""

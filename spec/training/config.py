@@ -137,8 +137,6 @@ class OptimiserConfig:
         soft_labels: share of the target's distribution in what a position is trained for; the rest is its token.
         balance: how much less blocks of documents weigh that are drafted well already: their acceptance length to minus
             this power; 0 weighs all alike, 2 is what the number of rounds asks for. See `loss.balanced`.
-        follow: share of the loss at a second set of anchors a step, where the rounds after the drawn ones begin. Up to
-            as many blocks again, on the same features of the text. See `blocks.next_anchors`.
         optimiser: "muon" or "adamw", of matrices; norms get AdamW. Good rates are of a size.
         learning_rate: at its highest.
         warmup: part of the steps over which the rate rises.
@@ -159,7 +157,6 @@ class OptimiserConfig:
     anchors: int = 64
     soft_labels: float = 0.0
     balance: float = 0.0
-    follow: float = 0.0
     optimiser: Literal["muon", "adamw"] = "muon"
     learning_rate: float = 1e-3
     warmup: float = 0.04
@@ -183,8 +180,6 @@ class OptimiserConfig:
             raise ValueError(f"warmup = {self.warmup}: must be in [0, 1)")
         if not 0 <= self.balance <= 4:
             raise ValueError(f"balance = {self.balance}: must be in [0, 4]")
-        if not 0 <= self.follow <= 1:
-            raise ValueError(f"follow = {self.follow}: must be in [0, 1]")
         if not 0 <= self.soft_labels <= 1:
             raise ValueError(f"soft_labels = {self.soft_labels}: must be in [0, 1]")
         if not 0 <= self.held_out < 1:

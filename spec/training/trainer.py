@@ -241,18 +241,12 @@ class Trainer:
         """One optimiser step.
 
         Returns:
-            loss, gradient norm, accuracy of each depth and acceptance length (of evenly drawn anchors), on the device.
+            loss, gradient norm, accuracy of each depth and acceptance length, on the device.
         """
         train = self.train_config
-        batch, blocks = next(self._inputs)
-        batch, blocks = batch.to(self.target.device), blocks.to(self.target.device)
-        features = self._features(batch)
-        outcome = self.outcome(batch, blocks, features)
+        outcome = self.outcome(*next(self._inputs))
         self.drafter.zero_grad(set_to_none=True)
-        torch.autograd.backward(outcome.loss * (1 - train.follow))
-        if train.follow:
-            second = self.outcome(batch, self.following(batch, blocks, outcome), features)
-            torch.autograd.backward(second.loss * train.follow)
+        torch.autograd.backward(outcome.loss)
         self._average()
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), train.clip)
         for optimiser in self.optimisers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -351,6 +352,22 @@ def test_peers_in_prompts_mode(tiny_targets, tiny_drafters, prompts, tmp_path, c
     assert not any(system["failed"] for system in record["systems"])
     outputs = [system["outputs"] for system in record["systems"]]
     assert all(output == outputs[0] for output in outputs) and "2/2" in text
+
+
+def test_times_are_written_before_outputs_are_compared(tiny_targets, prompts, tmp_path, monkeypatch):
+    """Comparing takes longer than timing where texts differ: who gives up on it keeps the times."""
+    warmed, out = [], tmp_path / "prompts.json"
+    monkeypatch.setattr(Engine, "warm_up", lambda engine, texts, **settings: warmed.append(texts))
+
+    def give_up(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("spec.compare.compare", give_up)
+    where = ("--set", f"target.path={tiny_targets['qwen3']}")
+    with contextlib.suppress(KeyboardInterrupt):
+        bench(*where, "--prompts", prompts, "--max-new-tokens", "4", "--json", out)
+    assert [system["name"] for system in json.loads(out.read_text())["systems"]] == ["plain", "ngram x best_first"]
+    assert len(warmed[0]) == 2
 
 
 def test_a_peer_that_fails_is_a_line(tiny_targets, prompts, monkeypatch, capsys):

@@ -236,3 +236,18 @@ def test_demo_streams(demo, text):
 
 def test_demo_random_streams(demo):
     check_random_streams(demo, [[i] for i in range(49152)], 150, 1)
+
+
+@pytest.mark.parametrize("stop", [(), ("cc",)])
+def test_a_rounds_tokens_cost_no_more_than_one(stop, monkeypatch):
+    """While the next round runs there is a millisecond for all of them."""
+    calls, tokenizer = [], Bytes()
+
+    def decode(*args, **settings):
+        calls.append(args)
+        return Bytes.decode(tokenizer, *args, **settings)
+
+    monkeypatch.setattr(tokenizer, "decode", decode)
+    out = TextStream(tokenizer, stop)
+    assert out.push(ids_of("a", "b") * 8) == "ab" * 8
+    assert len(calls) == 2

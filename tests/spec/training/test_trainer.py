@@ -110,7 +110,7 @@ def test_a_run_killed_before_its_first_checkpoint_logs_no_step_twice(target, dat
 
 # Another value of every option that a run's weights depend on.
 DECISIVE = {
-    "steps": 80, "sequence_length": 48, "sequences": 1, "anchors": 3, "soft_labels": 0.5, "balance": 2.0, "follow": 0.5,
+    "steps": 80, "sequence_length": 48, "sequences": 1, "anchors": 3, "soft_labels": 0.5, "balance": 2.0,
     "optimiser": "adamw", "learning_rate": 2e-3, "warmup": 0.5, "weight_decay": 0.5, "clip": 1e-3, "seed": 1,
     "held_out": 0.5,
 }  # fmt: skip
