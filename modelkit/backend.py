@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .attention import DensePlan
+from .borders import FusedSum
 from .cache import KVCache, LayerView
 from .functional import linear
 from .rope import rotary_angles, rotate
@@ -31,14 +32,19 @@ class Stream:
     Attributes:
         x: [R, H].
         addend: [splits, R, H], what is still to be added to x, summed over the first dimension; None: nothing.
+        over: the addend is this process's share only, and this border's sum makes it whole.
     """
 
     x: Tensor
     addend: Tensor | None = None
+    over: FusedSum | None = None
 
     def value(self) -> Tensor:
         """[R, H] with everything added."""
-        return self.x if self.addend is None else self.x + self.addend.sum(0).to(self.x.dtype)
+        if self.addend is None:
+            return self.x
+        added = self.addend.sum(0).to(self.x.dtype)
+        return self.x + (added if self.over is None else self.over(added))
 
 
 class Plan(Protocol):

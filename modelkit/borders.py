@@ -15,6 +15,22 @@ from torch import Tensor, nn
 Border = Callable[[Tensor], Tensor]
 
 
+class FusedSum(Protocol):
+    """A border that sums over processes, and may do so in the kernel that adds the sum and norms."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The sum of everybody's x."""
+        ...
+
+    def fuses(self, x: Tensor) -> bool:
+        """Whether `add_norm` takes a residual stream [R, H] such as x; the same answer in all processes."""
+        ...
+
+    def add_norm(self, addend: Tensor, x: Tensor, weight: Tensor, eps: float) -> list[Tensor]:
+        """See `kernels.add_norm`; addend [splits, R, H] is this process's share of what is added to x."""
+        ...
+
+
 class Part(Protocol):
     """What this process holds of a parameter.
 

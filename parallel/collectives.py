@@ -57,6 +57,32 @@ class Group:
         return _done(torch.ops._c10d_functional.broadcast(x.contiguous(), source, self.name))
 
 
+class Sum:
+    """All-reduce as a border of modules; see `modelkit.borders.FusedSum`."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.width: int | None = None  # of the rows that `add_norm` takes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The sum over all processes."""
+        return self.group.all_reduce(x)
+
+    def prepare(self, width: int) -> None:
+        """Make what `add_norm` needs for rows of that width; all processes of the group call at the same time."""
+        if self.group.symmetric and symmetric.prepare_rows(self.group.group, width):
+            self.width = width
+
+    def fuses(self, x: Tensor) -> bool:
+        """Whether `add_norm` takes a residual stream [R, H] such as x."""
+        return x.shape[1] == self.width and x.shape[0] <= symmetric.MOST_ROWS and x.dtype in symmetric.DTYPES
+
+    def add_norm(self, addend: Tensor, x: Tensor, weight: Tensor, eps: float) -> list[Tensor]:
+        """x + the sum of everybody's addend, and its norm."""
+        both: list[Tensor] = symmetric.sum_add_norm(addend, x, weight, eps, self.group.name)
+        return both
+
+
 def _done(x: Tensor) -> Tensor:
     result: Tensor = torch.ops._c10d_functional.wait_tensor(x)
     return result

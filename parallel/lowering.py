@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from .collectives import Group
+from .collectives import Group, Sum
 from .mesh import Mesh, Placements
 
 Step = Callable[[Tensor], Tensor]
@@ -55,7 +55,7 @@ def lower(source: Placements, wanted: Placements, mesh: Mesh) -> Step | None:
 
 def _steps(source: Placement, wanted: Placement, group: Group) -> list[Step]:
     if isinstance(source, Partial) and isinstance(wanted, Replicate):
-        return [group.all_reduce]
+        return [Sum(group)]
     if isinstance(source, Partial) and isinstance(wanted, Shard):
         return [lambda x: group.reduce_scatter(_split(x, wanted.dim, group.size))]
     if isinstance(source, Shard) and isinstance(wanted, Replicate):

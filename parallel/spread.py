@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from .collectives import Group
+from .collectives import Group, Sum
 from .lowering import lower
 from .mesh import Mesh, everybody, make_mesh
 from .process import join, started
@@ -115,7 +115,7 @@ class Spread:
         for attention in attentions(module).values():
             attention.heads //= degree
             attention.kv_heads //= mesh.sizes["kv"]
-        self._set_borders(module, mesh)
+        self._set_borders(module, mesh, shapes["norm.weight"][0])
         if VOCABULARY_ROWS[0] in shapes:
             self._set_vocabulary(module, shapes, placements, mesh)
         gone = self._keep_own_layers(module, mesh)
@@ -140,7 +140,7 @@ class Spread:
         kv = min(degree, kv_heads)
         return {"pp": stages, "kv": kv, "rep": degree // kv}
 
-    def _set_borders(self, module: nn.Module, mesh: Mesh) -> None:
+    def _set_borders(self, module: nn.Module, mesh: Mesh, width: int) -> None:
         modules = dict(module.named_modules())
         for pattern, border in self.table.borders.items():
             matching = [name for name in modules if fnmatchcase(name, pattern)]
@@ -155,6 +155,8 @@ class Spread:
                         kind = type(modules[name]).__name__
                         raise ValueError(f"{self.name}: module '{name}' ({kind}) has no border '{side}'")
                     setattr(modules[name], side, step)
+                    if isinstance(step, Sum):
+                        step.prepare(width)
 
     def _set_vocabulary(
         self, module: Any, shapes: Mapping[str, tuple[int, ...]], placements: Mapping[str, Any], mesh: Mesh

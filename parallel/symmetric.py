@@ -4,22 +4,31 @@ Measured on 4 H200 over NVLink, in a graph: 8 KiB 7.1 us against NCCL's 15.0; 25
 16.6 (the reason for `ONE_SHOT_BYTES`). Each group has one buffer for good, so that graphs may hold its address; the
 kernels wait for all processes before they read and before they return. An operator of its own hides the buffer from the
 compiler, which would otherwise track it as a graph's output. FLASHTREE_SYMMETRIC=0 leaves all sums to NCCL.
+
+FLASHTREE_FUSED_SUMS=1 has the sums of layers done by the kernel that adds them to the stream and norms it
+(`kernels/sum_add_norm.py`). Its protocol was tested between processes on a CPU; it has not been run on GPUs yet.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from .kernels.sum_add_norm import Mailboxes
+
 ONE_SHOT_BYTES = 256 * 1024
 MOST_BYTES = 4 * 1024 * 1024
+MOST_ROWS = 160  # of `sum_add_norm`
 DTYPES = (torch.bfloat16, torch.float32)
 
 _buffers: dict[str, Tensor] = {}
+_mailboxes: dict[tuple[str, int], Mailboxes] = {}
 
 
 def prepare(group: dist.ProcessGroup) -> bool:
@@ -58,6 +67,32 @@ def fits(x: Tensor) -> bool:
     return x.dtype in DTYPES and 0 < size <= MOST_BYTES and size % 16 == 0
 
 
+def prepare_rows(group: dist.ProcessGroup, width: int) -> bool:
+    """Make the group's mailboxes for `sum_add_norm`, if that is asked for; all its processes call at the same time."""
+    key = group.group_name, width
+    if os.environ.get("FLASHTREE_FUSED_SUMS") != "1":
+        return False
+    if key in _mailboxes:
+        return True
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    from .kernels.sum_add_norm import Mailboxes
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    size = Mailboxes.size(dist.get_world_size(group), width, MOST_ROWS)
+    memory = symmetric_memory.empty((size,), dtype=torch.uint8, device=device)
+    handle = symmetric_memory.rendezvous(memory, group)
+    memory.zero_()
+    torch.cuda.synchronize()
+    dist.barrier(group)  # nobody writes into a mailbox that is still to be cleared
+    _mailboxes[key] = Mailboxes(
+        addresses=torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
+        epochs=torch.zeros(MOST_ROWS, dtype=torch.int32, device=device), rank=dist.get_rank(group), width=width,
+        memory=memory,
+    )  # fmt: skip
+    return True
+
+
 @functools.cache
 def keep_in_order() -> None:
     """Have compiled steps make collectives in the order of the program, the sums of this file among them.
@@ -69,15 +104,20 @@ def keep_in_order() -> None:
     from torch._inductor import config, ir
     from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
 
-    operator = torch.ops.flashtree.symmetric_all_reduce.default
+    one, two = torch.ops.flashtree.symmetric_all_reduce.default, torch.ops.flashtree.sum_add_norm.default
 
     def lowered(x: ir.TensorBox, group: str) -> ir.TensorBox:
-        node = ir._CollectiveKernel.create_out_of_place(operator, x, group)
+        node = ir._CollectiveKernel.create_out_of_place(one, x, group)
         return ir.TensorBox.create(node)  # type: ignore[arg-type]
 
+    def lowered_rows(*arguments: object) -> list[ir.TensorBox]:
+        nodes = ir._CollectiveKernel.create_out_of_place(two, *arguments)  # type: ignore[arg-type]
+        return [ir.TensorBox.create(node) for node in nodes]  # type: ignore[union-attr]
+
     config.reorder_for_locality = False
-    add_layout_constraint(operator, constrain_to_fx_strides)
-    register_lowering(operator, type_promotion_kind=None)(lowered)
+    for operator, lowering in ((one, lowered), (two, lowered_rows)):
+        add_layout_constraint(operator, constrain_to_fx_strides)
+        register_lowering(operator, type_promotion_kind=None)(lowering)
 
 
 @torch.library.custom_op("flashtree::symmetric_all_reduce", mutates_args=())
@@ -101,3 +141,25 @@ def symmetric_all_reduce(x: Tensor, group: str) -> Tensor:
 @symmetric_all_reduce.register_fake
 def _(x: Tensor, group: str) -> Tensor:
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("flashtree::sum_add_norm", mutates_args=())
+def sum_add_norm(addend: Tensor, x: Tensor, weight: Tensor, eps: float, group: str) -> list[Tensor]:
+    """total = x + the sum of everybody's addend, and norm(total).
+
+    Args:
+        addend: [splits, R, H], this process's share, contiguous; at most `MOST_ROWS` rows.
+        x: [R, H], contiguous.
+        weight: [H] of the norm.
+        eps: of the norm.
+        group: name of a group that `prepare_rows` has made mailboxes for.
+
+    Returns:
+        total and normed, [R, H] each.
+    """
+    return list(_mailboxes[group, x.shape[1]].sum_add_norm(addend, x, weight, eps))
+
+
+@sum_add_norm.register_fake
+def _(addend: Tensor, x: Tensor, weight: Tensor, eps: float, group: str) -> list[Tensor]:
+    return [torch.empty_like(x), torch.empty_like(x)]

@@ -25,6 +25,7 @@ from .timing import timed
 
 CHAIN = 10  # collectives between two steps of the clock
 SYMMETRIC, BROADCAST, GATHER = "symmetric_all_reduce", "broadcast", "all_gather_into_tensor"
+FUSED = "sum_add_norm"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +70,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = func.name().partition("::")[2].partition(".")[0]
         if (func.namespace == "_c10d_functional" and kind != "wait_tensor") or kind == SYMMETRIC:
             self.found[kind, args[0].nbytes] += 1
+        if kind == FUSED:  # counted, and timed, as the sum alone
+            self.found[SYMMETRIC, args[1].nbytes] += 1
         return func(*args, **(kwargs or {}))
 
 

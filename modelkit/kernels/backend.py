@@ -85,9 +85,12 @@ class TritonBackend(Reference):
 
     def normed(self, stream: Stream, norm: RMSNorm) -> Tensor:
         """Norm and the open addition in one kernel."""
-        total, normed = add_norm(stream.x, stream.addend, norm.weight, norm.eps)
+        if stream.addend is None or stream.over is None:
+            total, normed = add_norm(stream.x, stream.addend, norm.weight, norm.eps)
+        else:
+            total, normed = stream.over.add_norm(stream.addend, stream.x, norm.weight, norm.eps)
         if stream.addend is not None:
-            stream.x, stream.addend = total, None
+            stream.x, stream.addend, stream.over = total, None, None
         result: Tensor = normed
         return result
 
@@ -168,9 +171,12 @@ def sums(x: Tensor, layer: nn.Linear) -> Tensor:
 
 
 def added(stream: Stream, x: Tensor, layer: nn.Linear, leave: Border | None) -> Stream:
-    """The stream with layer(x) added; behind a border only whole sums make sense, and the next norm adds them."""
+    """The stream with layer(x) added; behind a border the next norm adds it, whole or made whole by the same kernel."""
     if leave is not None:
-        return Stream(x=stream.x, addend=leave(sums(x, layer).sum(0).to(stream.x.dtype))[None])
+        share, fuses = sums(x, layer), getattr(leave, "fuses", None)
+        if fuses is not None and fuses(stream.x):
+            return Stream(x=stream.x, addend=share, over=leave)  # type: ignore[arg-type]
+        return Stream(x=stream.x, addend=leave(share.sum(0).to(stream.x.dtype))[None])
     if x.shape[0] == 1:
         out: Tensor = one_row_linear(x, layer.weight, layer.bias, None, stream.x, 0.0, False)
         return Stream(x=out)

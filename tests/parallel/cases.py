@@ -76,13 +76,35 @@ def with_kernels(tables, prompts, **settings):
     return [[out.token_ids for out in engine.generate(prompts, plain=plain, **settings)] for plain in (False, True)]
 
 
-def on_gpus(tables, prompts, **settings):
+def with_fused_sums(tables, prompts, **settings):
+    """The same with sums of few rows taken by the kernel that adds and norms, or what it means; and how many were."""
+    from unittest import mock
+
+    from stand_ins import add_norm
+
+    from parallel.collectives import Sum
+
+    taken = []
+
+    def meaning(border, addend, x, weight, eps):
+        assert addend.shape[1:] == x.shape and addend.is_contiguous() and x.is_contiguous()
+        taken.append(len(x))
+        return add_norm(x, border(addend.sum(0))[None], weight, eps)
+
+    with mock.patch.object(Sum, "fuses", lambda border, x: len(x) <= 40), mock.patch.object(Sum, "add_norm", meaning):
+        return with_kernels(tables, prompts, **settings), len(taken), max(taken, default=0)
+
+
+def on_gpus(tables, prompts, fused=False, **settings):
     """Tokens with speculation and plainly, twice each, and what the compiler and its graphs have counted."""
     import dataclasses
+    import os
+    from unittest import mock
 
     from modelkit.compile import Counters
 
-    engine = _built(tables, fresh=True)
+    with mock.patch.dict(os.environ, {"FLASHTREE_FUSED_SUMS": "1" if fused else "0"}):
+        engine = _built(tables, fresh=True)
     outs, counted = [], []
     for plain in (False, True) * 2:
         outs.append([out.token_ids for out in engine.generate(prompts, plain=plain, **settings)])
@@ -111,24 +133,71 @@ def sums(sizes, repeat):
     return group.symmetric and all(fits(torch.empty(size)) for size in sizes), wrong
 
 
+def fused_sums(width, repeat):
+    """Sums that also add and norm: the most rows, what differs, whether all processes have the same bits."""
+    import os
+    from unittest import mock
+
+    from parallel.collectives import Group, Sum
+    from parallel.symmetric import MOST_ROWS
+
+    process.join("cuda")
+    border, wrong, seen = Sum(Group(everybody())), [], []
+    with mock.patch.dict(os.environ, {"FLASHTREE_FUSED_SUMS": "1"}):
+        border.prepare(width)
+    assert border.fuses(torch.empty(MOST_ROWS, width, dtype=torch.bfloat16))
+    weight = torch.linspace(0.5, 2.0, width, device="cuda").bfloat16()
+
+    def numbers(seed, *shape):
+        return torch.randn(*shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+
+    def check(where, share, x, found):
+        total = share.sum(0).bfloat16().float()
+        dist.all_reduce(total)
+        expected = x + total.bfloat16()
+        wide = expected.double()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double()
+        close = torch.allclose(found[0].double(), wide, atol=0.1, rtol=1e-2)
+        if not close or not torch.allclose(found[1].double(), normed, atol=0.1, rtol=2e-2):
+            wrong.append(where)
+        seen.append(found[0].double().sum())
+
+    for number in range(repeat):
+        rows, splits = 1 + number * 7 % MOST_ROWS, 1 + number % 3
+        share, x = (
+            numbers(2 * number + 10_000 * process.rank(), splits, rows, width),
+            numbers(number, rows, width).bfloat16(),
+        )
+        check(number, share, x, border.add_norm(share, x, weight, 1e-5))
+    sums = torch.stack(seen)
+    theirs = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
+    dist.all_gather(theirs, sums)
+    return MOST_ROWS, wrong, all(torch.equal(theirs[0], other) for other in theirs)
+
+
 def order_in_compiled_code():
     """Collectives of a function as inductor orders them, with a stand-in for symmetric memory; and its results."""
     from unittest import mock
 
     from torch._inductor import comms, config
 
+    from parallel import symmetric
     from parallel.collectives import Group
-    from parallel.symmetric import keep_in_order, symmetric_all_reduce
+    from parallel.symmetric import keep_in_order, sum_add_norm, symmetric_all_reduce
 
     process.join("cpu")
     group, found = Group(everybody()), []
     symmetric_all_reduce.register_kernel("cpu")(lambda x, name: group.reduce_by_backend(x))
+    boxes = mock.Mock()
+    boxes.sum_add_norm = lambda addend, x, weight, eps: (x + group.reduce_by_backend(addend.sum(0)), x * weight)
+    symmetric._mailboxes[group.name, 4] = boxes
     keep_in_order()
 
     def step(x):
         first = symmetric_all_reduce(x, group.name)
         gathered = group.all_gather(x)
-        return symmetric_all_reduce(first, group.name), gathered, group.broadcast(x, 1)
+        total, normed = sum_add_norm(x.view(1, 1, 4), first.view(1, 4), x, 0.5, group.name)
+        return symmetric_all_reduce(first, group.name), gathered, group.broadcast(x, 1), total, normed
 
     def seen(nodes, *rest):
         found.extend(node.node.op_overload._opname for node in nodes if comms.contains_collective(node))

@@ -1,0 +1,86 @@
+"""The kernel that sums over processes, adds and norms: in Triton's interpreter, between processes that share memory.
+
+This file is also the script that each of the processes runs.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import interpreter
+
+WIDTH, SPLITS, EPS = 40, 2, 1e-5
+CALLS = [3, 1, 1, 4, 2, 24, 1]  # rows of each
+ROWS = max(CALLS)
+
+
+def shares(rank: int, call: int, rows: int) -> torch.Tensor:
+    """A process's addend [SPLITS, rows, WIDTH]; rank -1: the residual, the same everywhere."""
+    generator = torch.Generator().manual_seed(1000 * call + rank + 1)
+    return torch.randn(SPLITS, rows, WIDTH, generator=generator)
+
+
+def run(folder: str, rank: int, processes: int, before: int) -> None:
+    """All calls of one process; `before`: what epochs begin with, to see them wrap around."""
+    interpreter.patch_interpreter()
+    from parallel.kernels.sum_add_norm import Mailboxes
+
+    size = Mailboxes.size(processes, WIDTH, ROWS)
+    memory = [
+        torch.from_file(f"{folder}/mailbox{peer}", shared=True, size=size, dtype=torch.uint8)
+        for peer in range(processes)
+    ]
+    boxes = Mailboxes(
+        addresses=torch.tensor([m.data_ptr() for m in memory]), width=WIDTH, rank=rank, memory=memory[rank],
+        epochs=torch.full((ROWS,), before, dtype=torch.int32),
+    )  # fmt: skip
+    weight = torch.linspace(0.5, 2.0, WIDTH)
+    found = []
+    for call, rows in enumerate(CALLS):
+        x = shares(-1, call, rows)[0]
+        total, normed = boxes.sum_add_norm(shares(rank, call, rows), x, weight, EPS)
+        expected = x + sum(shares(peer, call, rows).sum(0) for peer in range(processes))
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+        law = torch.nn.functional.rms_norm(expected, (WIDTH,), weight, EPS)
+        torch.testing.assert_close(normed, law, rtol=1e-4, atol=1e-4)
+        found.append(total.double().sum().item())
+    print(json.dumps(found))
+
+
+@pytest.mark.parametrize(("processes", "before"), [(2, 0), (3, 0), (2, 2**31 - 3)], ids=["two", "three", "wrapping"])
+def test_sum_add_norm_between_processes(processes, before, tmp_path):
+    interpreter.needs_triton()
+    from parallel.kernels.sum_add_norm import Mailboxes
+
+    data = Mailboxes.flags_at(processes, WIDTH, ROWS)
+    flags = torch.full((ROWS * processes,), before, dtype=torch.int32).view(torch.uint8)
+    poison = torch.full((data // 4,), float("nan")).view(torch.uint8)
+    for rank in range(processes):
+        (tmp_path / f"mailbox{rank}").write_bytes(torch.cat([poison, flags]).numpy().tobytes())
+    quiet = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env = os.environ | quiet | {"PYTHONPATH": str(interpreter.ROOT)}
+    command = [sys.executable, __file__, str(tmp_path)]
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(processes), str(before)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for rank in range(processes)
+    ]
+    try:
+        done = [process.communicate(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert all(process.returncode == 0 for process in started), done[0][1].decode()[-2000:]
+    assert len({out for out, _ in done}) == 1, "not the same bits everywhere"
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], *map(int, sys.argv[2:]))
