@@ -29,6 +29,8 @@ def main(folder: Path) -> int:
     print_steps(records)
     print_links(records)
     missed = [line for name, record in records.items() for line in bars(name, record, records.get("single"))]
+    if "single" not in records:
+        print(f"\nno layout-single.json in {folder}: round over plain step is not held to one GPU's")
     print("\nbars: " + ("; ".join(missed) if missed else "all kept"))
     return 1 if missed else 0
 

@@ -115,7 +115,7 @@ class Spread:
         for attention in attentions(module).values():
             attention.heads //= degree
             attention.kv_heads //= mesh.sizes["kv"]
-        self._set_borders(module, mesh, shapes["norm.weight"][0])
+        self._set_borders(module, mesh, shapes.get("norm.weight", (0,))[0])
         if VOCABULARY_ROWS[0] in shapes:
             self._set_vocabulary(module, shapes, placements, mesh)
         gone = self._keep_own_layers(module, mesh)

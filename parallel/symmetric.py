@@ -1,9 +1,10 @@
 """Sums through symmetric memory: GPUs of one machine read each other's buffers, without NCCL's set-up per call.
 
-Measured on 4 H200 over NVLink, in a graph: 8 KiB 7.1 us against NCCL's 15.0; 256 KiB one-shot 10.8, two-shot 8.9, NCCL
-16.6 (the reason for `ONE_SHOT_BYTES`). Each group has one buffer for good, so that graphs may hold its address; the
-kernels wait for all processes before they read and before they return. An operator of its own hides the buffer from the
-compiler, which would otherwise track it as a graph's output. FLASHTREE_SYMMETRIC=0 leaves all sums to NCCL.
+Measured on 4 H200 over NVLink, in a graph of nothing else: 8 KiB 7.1 us against NCCL's 15.0; 256 KiB one-shot 10.8,
+two-shot 8.9, NCCL 16.6 (the reason for `ONE_SHOT_BYTES`). As `flashtree bench` times them, one behind the other: 8 KiB
+9.2 against 12.4, 256 KiB 12.6 against 14.1. Each group has one buffer for good, so that graphs may hold its address;
+the kernels wait for all processes before they read and before they return. An operator of its own hides the buffer
+from the compiler, which would otherwise track it as a graph's output. FLASHTREE_SYMMETRIC=0 leaves all sums to NCCL.
 
 FLASHTREE_FUSED_SUMS=1 has the sums of layers done by the kernel that adds them to the stream and norms it
 (`kernels/sum_add_norm.py`). Its protocol was tested between processes on a CPU; it has not been run on GPUs yet.
@@ -70,7 +71,7 @@ def fits(x: Tensor) -> bool:
 def prepare_rows(group: dist.ProcessGroup, width: int) -> bool:
     """Make the group's mailboxes for `sum_add_norm`, if that is asked for; all its processes call at the same time."""
     key = group.group_name, width
-    if os.environ.get("FLASHTREE_FUSED_SUMS") != "1":
+    if os.environ.get("FLASHTREE_FUSED_SUMS") != "1" or not width or width % 4:
         return False
     if key in _mailboxes:
         return True

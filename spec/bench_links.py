@@ -25,7 +25,6 @@ from .timing import timed
 
 CHAIN = 10  # collectives between two steps of the clock
 SYMMETRIC, BROADCAST, GATHER = "symmetric_all_reduce", "broadcast", "all_gather_into_tensor"
-FUSED = "sum_add_norm"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,13 +69,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = func.name().partition("::")[2].partition(".")[0]
         if (func.namespace == "_c10d_functional" and kind != "wait_tensor") or kind == SYMMETRIC:
             self.found[kind, args[0].nbytes] += 1
-        if kind == FUSED:  # counted, and timed, as the sum alone
-            self.found[SYMMETRIC, args[1].nbytes] += 1
         return func(*args, **(kwargs or {}))
 
 
 def collectives_of(step: Step) -> list[Call]:
-    """Run a step, which must not be compiled, and say which collectives it has made."""
+    """Run a step, which must not be compiled, and say which collectives it has made.
+
+    Sums that also add and norm (FLASHTREE_FUSED_SUMS) are left out: no part of them could be replaced by a link's.
+    """
     with torch.no_grad(), _Watch() as watch:
         step()
     return [Call(kind=kind, bytes=size, count=count) for (kind, size), count in watch.found.items()]

@@ -116,11 +116,16 @@ class TextStream:
         return self._release(self._safe_end())
 
     def _all_at_once(self, ids: Sequence[int]) -> bool:
-        """Add the tokens if their text is complete and has no stop string: two calls of the tokenizer, however many."""
+        """Add the tokens if that makes no difference to one by one: two calls of the tokenizer, however many.
+
+        It does where a stop string appears, where the text is incomplete, and where there is a replacement character:
+        some decoders let an invalid byte spoil the valid ones before it.
+        """
         count, before = len(self.ids), (self.text, self._prefix, self._settled)
         self.ids += ids
         self._advance()
-        if not self.stopped and (self.tokenizer is None or self._settled == len(self.ids)):
+        complete = self.tokenizer is None or self._settled == len(self.ids)
+        if complete and not self.stopped and "\ufffd" not in self.text[len(before[0]) :]:
             return True
         self.text, self._prefix, self._settled = before
         self.ids, self.stopped = self.ids[:count], False

@@ -39,8 +39,8 @@ def _sum_add_norm_kernel(
     epoch = tl.load(epochs + row) + 1
     half = (epoch & 1).to(tl.int64) * WORLD * ROWS
     for peer in tl.static_range(WORLD):
-        mailbox = tl.load(mailboxes + peer).to(kind)
-        tl.store(mailbox + (half + RANK * ROWS + row) * H + i, part.to(x.dtype.element_ty), mask=inside)
+        theirs = (tl.load(mailboxes + peer) + (half + RANK * ROWS + row) * (H * 4)).to(kind)
+        tl.store(tl.multiple_of(theirs, 16) + i, part.to(x.dtype.element_ty), mask=inside)
     tl.debug_barrier()  # all of the row is written before its flags are
     for peer in tl.static_range(WORLD):
         flag = (tl.load(mailboxes + peer) + FLAGS).to(tl.pointer_type(tl.int32)) + row * WORLD + RANK
@@ -56,8 +56,8 @@ def _sum_add_norm_kernel(
     tl.store(epochs + row, epoch)
     added = tl.zeros([BLOCK], tl.float32)
     for peer in tl.static_range(WORLD):
-        theirs = own.to(kind) + (half + peer * ROWS + row) * H + i
-        added += tl.load(theirs, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        theirs = tl.multiple_of((own + (half + peer * ROWS + row) * (H * 4)).to(kind), 16)
+        added += tl.load(theirs + i, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     value = tl.load(x + row * H + i, mask=inside, other=0.0)
     # As one after the other: the sum is rounded, then the addition.
     value = (value.to(tl.float32) + added.to(value.dtype).to(tl.float32)).to(value.dtype)
@@ -73,10 +73,11 @@ class Mailboxes:
     """What the processes of a group share for rows of one width.
 
     Attributes:
-        addresses: int64 [processes], of everybody's mailbox as this process sees it; `size` bytes each, zeros at first.
+        addresses: int64 [processes], of everybody's mailbox as this process sees it: `size` bytes each, zeros at first,
+            at a multiple of 16.
         epochs: int32 [most rows], how often each was summed; zeros at first.
         rank: of this process in the group.
-        width: H.
+        width: H, a multiple of 4.
         memory: of this process's mailbox, to keep it.
     """
 
@@ -88,7 +89,7 @@ class Mailboxes:
 
     @staticmethod
     def flags_at(processes: int, width: int, rows: int) -> int:
-        """Bytes of a mailbox in front of its flags: room for rows of 4 bytes a number."""
+        """Bytes of a mailbox in front of its flags: room for rows of 4 bytes a number, whatever their dtype."""
         return 2 * processes * rows * width * 4
 
     @classmethod

@@ -257,10 +257,15 @@ def acceptance(outcome: Outcome) -> tuple[Tensor, Tensor]:
     Returns:
         fp32 [L], share of right tokens at each depth whatever came before; and the mean acceptance length, a scalar.
     """
-    whole = outcome.real.all(1, keepdim=True)
-    blocks = whole.sum().clamp(min=1)
-    right = outcome.right & whole
-    return right.sum(0) / blocks, 1 + (lengths(right, whole) - 1).sum() / blocks
+    length, blocks = whole_lengths(outcome)
+    right = outcome.right & outcome.real.all(1, keepdim=True)
+    return right.sum(0) / blocks.clamp(min=1), torch.where(blocks > 0, length / blocks.clamp(min=1), 1.0)
+
+
+def whole_lengths(outcome: Outcome) -> Tensor:
+    """Sum of the acceptance lengths of the blocks with a label at every position, and how many they are; fp32 [2]."""
+    whole = outcome.real.all(1)
+    return torch.stack([(lengths(outcome.right, outcome.real) * whole).sum(), whole.sum().float()])
 
 
 def spine_counts(outcome: Outcome) -> Tensor:

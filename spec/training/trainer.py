@@ -34,7 +34,18 @@ from .blocks import Blocks, documents, draft_hidden, draw_anchors, make_blocks, 
 from .config import OptimiserConfig, TrainingConfig
 from .features import Features, target_features
 from .folder import write_folder
-from .loss import LOSSES, Head, Loss, Outcome, acceptance, block_loss, lengths, make_chunk_loss, spine_counts
+from .loss import (
+    LOSSES,
+    Head,
+    Loss,
+    Outcome,
+    acceptance,
+    block_loss,
+    lengths,
+    make_chunk_loss,
+    spine_counts,
+    whole_lengths,
+)
 from .optimiser import learning_rate, make_optimisers
 from .packing import Batch, Batches, Corpus
 
@@ -307,7 +318,8 @@ class Trainer:
             )  # fmt: skip
         except ValueError:  # too few documents
             return
-        counts, even, followed = torch.zeros(2, 2, dtype=torch.int64, device=device), [], []
+        counts = torch.zeros(2, 2, dtype=torch.int64, device=device)
+        even, followed = torch.zeros(2, 2, device=device)
         for step in range(min(batches.steps_of_an_epoch, max(MEASURED // train.sequences, 1))):
             batch = batches[step]
             blocks = self.blocks(step, batch).to(device)
@@ -315,16 +327,17 @@ class Trainer:
             features = self._features(batch)
             outcome = self.outcome(batch, blocks, features)
             counts += spine_counts(outcome)
-            even.append(acceptance(outcome)[1])
+            even += whole_lengths(outcome)
             for _ in range(ROUNDS):
                 blocks = self.following(batch, blocks, outcome)
                 outcome = self.outcome(batch, blocks, features)
-            followed.append(acceptance(outcome)[1])
+            followed += whole_lengths(outcome)
         (on, on_right), (off, off_right) = counts.tolist()
-        found: dict[str, Any] = {
-            "held_out_acceptance_length": float(torch.stack(even).mean()),
-            "held_out_round_length": float(torch.stack(followed).mean()),
-        }
+        found: dict[str, Any] = {}
+        for name, sums in (("held_out_acceptance_length", even), ("held_out_round_length", followed)):
+            length, blocks = sums.tolist()
+            if blocks:  # else the answers are all shorter than a block
+                found[name] = length / blocks
         if on_right and off_right:
             found["off_spine"] = min(max(round(off_right / off / (on_right / on), 3), 0.001), 1.0)
             self.published = self.published | {"flashtree": {"off_spine": found["off_spine"]}}

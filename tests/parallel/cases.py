@@ -109,6 +109,10 @@ def on_gpus(tables, prompts, fused=False, **settings):
     for plain in (False, True) * 2:
         outs.append([out.token_ids for out in engine.generate(prompts, plain=plain, **settings)])
         counted.append(dataclasses.asdict(Counters.read()))
+    if fused:
+        from parallel import symmetric
+
+        assert symmetric._mailboxes and all(boxes.epochs[0] > 0 for boxes in symmetric._mailboxes.values())
     return outs, counted
 
 

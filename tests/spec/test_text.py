@@ -119,8 +119,9 @@ def test_random_streams():
     check_random_streams(Bytes(), [[i] for i in range(1, len(PIECES))], 600, 0)
 
 
-def test_random_streams_of_a_sentencepiece_tokenizer():
-    """Llama 2's decoder: a text's first space is dropped, unknown characters are runs of byte tokens."""
+def like_llama2():
+    """Llama 2's decoder, its vocabulary, its words and an emoji's bytes: a text's first space is dropped, unknown
+    characters are runs of byte tokens."""
     tokenizers = pytest.importorskip("tokenizers")
     words, emoji = ["▁", "▁a", "a", "b", "▁the", "é", "日", "▁▁", "\n"], [f"<0x{b:02X}>" for b in "🎉".encode()]
     vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", *emoji, *words])}
@@ -131,8 +132,29 @@ def test_random_streams_of_a_sentencepiece_tokenizer():
     spaces = steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)
     made.decoder = steps.Sequence(list(spaces))
     made.add_special_tokens(["<s>"])
+    return made, vocabulary, words, emoji
+
+
+def test_random_streams_of_a_sentencepiece_tokenizer():
+    made, vocabulary, words, emoji = like_llama2()
     units = [[vocabulary[word]] for word in ("<s>", *words)] + [[vocabulary[byte] for byte in emoji]]
     check_random_streams(made, units, 300, 2)
+
+
+def test_chunks_make_no_difference_where_bytes_are_invalid():
+    """A stray byte spoils the whole run of bytes that it ends, an emoji in it as well: not if that was shown before."""
+    made, vocabulary, words, emoji = like_llama2()
+    whole, stray = [vocabulary[byte] for byte in emoji], vocabulary[emoji[0]]
+    ids = [vocabulary["a"], *whole, stray, vocabulary["b"]]
+    out, _ = stream(ids, ["🎉"], made, [len(ids)])
+    assert (out.text, out.ids, out.stopped) == ("a", ids[:5], True)
+    rng, units = random.Random(5), [[vocabulary[word]] for word in words] + [whole, [stray], whole[1:3]]
+    for _ in range(400):
+        ids = [token for unit in rng.choices(units, k=rng.randrange(1, 16)) for token in unit]
+        stop = rng.choice([(), ("🎉",), ("ab",), ("\ufffd",)])
+        out, _ = stream(ids, stop, made, [rng.randrange(1, 9) for _ in ids])
+        alone, _ = stream(ids, stop, made)
+        assert (out.text, out.ids, out.stopped) == (alone.text, alone.ids, alone.stopped), (ids, stop)
 
 
 def test_no_tokenizer_gives_no_text():
