@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ def prepare(group: dist.ProcessGroup) -> bool:
     possible = os.environ.get("FLASHTREE_SYMMETRIC") != "0" and len({rank // machine for rank in ranks}) == 1
     if possible:
         try:
-            buffer = _rendezvous(group)
+            buffer, _ = _rendezvous(group, MOST_BYTES)
         except (RuntimeError, ImportError):
             possible = False
     everybody = torch.tensor([int(possible)], device="cuda")
@@ -53,13 +53,13 @@ def prepare(group: dist.ProcessGroup) -> bool:
     return possible
 
 
-def _rendezvous(group: dist.ProcessGroup) -> Tensor:
+def _rendezvous(group: dist.ProcessGroup, size: int) -> tuple[Tensor, list[int]]:
+    """This process's buffer of so many bytes, and the addresses of everybody's."""
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     device = torch.device("cuda", torch.cuda.current_device())
-    buffer: Tensor = symmetric_memory.empty((MOST_BYTES,), dtype=torch.uint8, device=device)
-    symmetric_memory.rendezvous(buffer, group)
-    return buffer
+    buffer: Tensor = symmetric_memory.empty((size,), dtype=torch.uint8, device=device)
+    return buffer, symmetric_memory.rendezvous(buffer, group).buffer_ptrs
 
 
 def fits(x: Tensor) -> bool:
@@ -75,20 +75,15 @@ def prepare_rows(group: dist.ProcessGroup, width: int) -> bool:
         return False
     if key in _mailboxes:
         return True
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
     from .kernels.sum_add_norm import Mailboxes
 
-    device = torch.device("cuda", torch.cuda.current_device())
-    size = Mailboxes.size(dist.get_world_size(group), width, MOST_ROWS)
-    memory = symmetric_memory.empty((size,), dtype=torch.uint8, device=device)
-    handle = symmetric_memory.rendezvous(memory, group)
+    memory, addresses = _rendezvous(group, Mailboxes.size(dist.get_world_size(group), width, MOST_ROWS))
     memory.zero_()
     torch.cuda.synchronize()
     dist.barrier(group)  # nobody writes into a mailbox that is still to be cleared
     _mailboxes[key] = Mailboxes(
-        addresses=torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
-        epochs=torch.zeros(MOST_ROWS, dtype=torch.int32, device=device), rank=dist.get_rank(group), width=width,
+        addresses=torch.tensor(addresses, dtype=torch.int64, device=memory.device),
+        epochs=torch.zeros(MOST_ROWS, dtype=torch.int32, device=memory.device), rank=dist.get_rank(group), width=width,
         memory=memory,
     )  # fmt: skip
     return True
@@ -105,20 +100,14 @@ def keep_in_order() -> None:
     from torch._inductor import config, ir
     from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
 
-    one, two = torch.ops.flashtree.symmetric_all_reduce.default, torch.ops.flashtree.sum_add_norm.default
-
-    def lowered(x: ir.TensorBox, group: str) -> ir.TensorBox:
-        node = ir._CollectiveKernel.create_out_of_place(one, x, group)
-        return ir.TensorBox.create(node)  # type: ignore[arg-type]
-
-    def lowered_rows(*arguments: object) -> list[ir.TensorBox]:
-        nodes = ir._CollectiveKernel.create_out_of_place(two, *arguments)  # type: ignore[arg-type]
-        return [ir.TensorBox.create(node) for node in nodes]  # type: ignore[union-attr]
+    def lowered(operator: Any, *arguments: Any) -> Any:
+        made: Any = ir._CollectiveKernel.create_out_of_place(operator, *arguments)
+        return [ir.TensorBox.create(one) for one in made] if isinstance(made, list) else ir.TensorBox.create(made)
 
     config.reorder_for_locality = False
-    for operator, lowering in ((one, lowered), (two, lowered_rows)):
+    for operator in (torch.ops.flashtree.symmetric_all_reduce.default, torch.ops.flashtree.sum_add_norm.default):
         add_layout_constraint(operator, constrain_to_fx_strides)
-        register_lowering(operator, type_promotion_kind=None)(lowering)
+        register_lowering(operator, type_promotion_kind=None)(functools.partial(lowered, operator))
 
 
 @torch.library.custom_op("flashtree::symmetric_all_reduce", mutates_args=())
@@ -158,7 +147,7 @@ def sum_add_norm(addend: Tensor, x: Tensor, weight: Tensor, eps: float, group: s
     Returns:
         total and normed, [R, H] each.
     """
-    return list(_mailboxes[group, x.shape[1]].sum_add_norm(addend, x, weight, eps))
+    return _mailboxes[group, x.shape[1]].sum_add_norm(addend, x, weight, eps)
 
 
 @sum_add_norm.register_fake

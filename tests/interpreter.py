@@ -21,13 +21,19 @@ def needs_triton() -> None:
         pytest.skip("triton is not installed")
 
 
+def environment() -> dict[str, str]:
+    """Of a process that runs kernels in the interpreter."""
+    path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    quiet = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return os.environ | quiet | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
 def interpreted(script: str) -> dict[str, Any]:
     """Run a test file as a script in the interpreter; what it printed last, as JSON."""
     needs_triton()
-    path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    quiet = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    env = os.environ | quiet | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-    run = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=600, check=False)
+    run = subprocess.run(
+        [sys.executable, script], env=environment(), capture_output=True, text=True, timeout=600, check=False
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return found

@@ -97,7 +97,7 @@ class Mailboxes:
         """Bytes of a mailbox for at most so many rows a call."""
         return cls.flags_at(processes, width, rows) + rows * processes * 4
 
-    def sum_add_norm(self, addend: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def sum_add_norm(self, addend: Tensor, x: Tensor, weight: Tensor, eps: float) -> list[Tensor]:
         """total = x + the sum of everybody's addend, and norm(total); every process calls it with as many rows.
 
         Args:
@@ -117,4 +117,4 @@ class Mailboxes:
             eps=eps, H=self.width, SPLITS=addend.shape[0], BLOCK=block, WORLD=processes, RANK=self.rank, ROWS=most,
             FLAGS=self.flags_at(processes, self.width, most), num_warps=max(1, min(16, block // 256)),
         )  # fmt: skip
-        return total, normed
+        return [total, normed]

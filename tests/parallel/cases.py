@@ -193,7 +193,7 @@ def order_in_compiled_code():
     group, found = Group(everybody()), []
     symmetric_all_reduce.register_kernel("cpu")(lambda x, name: group.reduce_by_backend(x))
     boxes = mock.Mock()
-    boxes.sum_add_norm = lambda addend, x, weight, eps: (x + group.reduce_by_backend(addend.sum(0)), x * weight)
+    boxes.sum_add_norm = lambda addend, x, weight, eps: [x + group.reduce_by_backend(addend.sum(0)), x * weight]
     symmetric._mailboxes[group.name, 4] = boxes
     keep_in_order()
 

@@ -150,25 +150,26 @@ def test_biases_and_bans(group, targets, drafter, name):
         assert tokens == [out.token_ids for out in outs]
 
 
+def for_kernels(targets, drafter, parallel):
+    """Configs whose rounds and prefills have one row, few and many; prompts, and the tokens of a single process."""
+    long = [PROMPTS[0], PROMPTS[1] * 3]
+    for size in ({"slots": 1, "prefill_chunk": 70}, {"slots": 2}):
+        config = tables(targets(2), parallel, drafter=drafter, max_model_len=128, **size)
+        outs = Engine.from_config(config | {"parallel": {"name": "single"}}).generate(long, max_new_tokens=COUNT)
+        yield config, long, [out.token_ids for out in outs]
+
+
 @pytest.mark.parametrize("parallel", [TENSOR, PIPELINE, {"name": "sequence"}], ids=lambda table: table["name"])
 def test_the_triton_backend_at_borders(group, targets, drafter, single, parallel):
     """One row, few rows, many rows: sums are taken whole before they cross, and are added once."""
-    for size in ({"slots": 1, "prefill_chunk": 70}, {"slots": 2}):
-        config = tables(targets(2), parallel, drafter=drafter, max_model_len=128, **size)
-        long = [PROMPTS[0], PROMPTS[1] * 3]
-        outs = Engine.from_config(config | {"parallel": {"name": "single"}}).generate(long, max_new_tokens=COUNT)
-        expected = [out.token_ids for out in outs]
+    for config, long, expected in for_kernels(targets, drafter, parallel):
         assert group(2).with_kernels(config, long, max_new_tokens=COUNT) == [[expected, expected]] * 2
 
 
 @pytest.mark.parametrize("parallel", [TENSOR, PIPELINE], ids=lambda table: table["name"])
 def test_sums_that_also_add_and_norm(group, targets, drafter, single, parallel):
     """One row and few rows through the fused kernel, many as before; a pipeline has no sums in its layers."""
-    for size in ({"slots": 1, "prefill_chunk": 70}, {"slots": 2}):
-        config = tables(targets(2), parallel, drafter=drafter, max_model_len=128, **size)
-        long = [PROMPTS[0], PROMPTS[1] * 3]
-        outs = Engine.from_config(config | {"parallel": {"name": "single"}}).generate(long, max_new_tokens=COUNT)
-        expected = [out.token_ids for out in outs]
+    for config, long, expected in for_kernels(targets, drafter, parallel):
         for found, taken, most in group(2).with_fused_sums(config, long, max_new_tokens=COUNT):
             assert found == [expected, expected]
             assert (taken > 100 and 1 < most <= 40) if parallel == TENSOR else not taken

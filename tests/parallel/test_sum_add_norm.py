@@ -4,7 +4,6 @@ This file is also the script that each of the processes runs.
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -76,13 +75,11 @@ def test_sum_add_norm_between_processes(processes, before, dtype, tmp_path):
     poison = torch.full((data // 4,), float("nan")).view(torch.uint8)
     for rank in range(processes):
         (tmp_path / f"mailbox{rank}").write_bytes(torch.cat([poison, flags]).numpy().tobytes())
-    quiet = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    env = os.environ | quiet | {"PYTHONPATH": str(interpreter.ROOT)}
     command = [sys.executable, __file__, str(tmp_path)]
     started = [
         subprocess.Popen(
-            [*command, str(rank), str(processes), str(before), dtype], env=env, stdout=subprocess.PIPE,
-            stderr=(tmp_path / f"err{rank}").open("w"),
+            [*command, str(rank), str(processes), str(before), dtype], env=interpreter.environment(),
+            stdout=subprocess.PIPE, stderr=(tmp_path / f"err{rank}").open("w"),
         )
         for rank in range(processes)
     ]  # fmt: skip
