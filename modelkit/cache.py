@@ -97,6 +97,7 @@ class KVCache(nn.Module):
             LayerCache(pages, heads, self.page_size, head_dim, scratch, dtype) for _ in range(layers)
         )
         self.contiguous = page_size is None
+        self._pages: dict[int, list[Tensor]] = {}  # by slot, where slots have one each
         self.register_buffer("table", torch.arange(pages).view(slots + 1, per_slot), persistent=False)
         self.register_buffer("length", torch.zeros(slots + 1, dtype=torch.int64), persistent=False)
 
@@ -200,6 +201,11 @@ class KVCache(nn.Module):
     def reset(self, slot: int) -> None:
         """Forget one slot's content; its pages are zeroed, so that not even a NaN outlives a request."""
         self.length[slot].fill_(0)
+        if self.contiguous:  # one page, whose number is known here: all layers in one launch
+            if slot not in self._pages:
+                self._pages[slot] = [pages[slot] for layer in self.all_layers() for pages in (layer.k, layer.v)]
+            torch._foreach_zero_(self._pages[slot])
+            return
         pages = self.table[slot]
         for layer in self.all_layers():  # assigning a number to an index would copy it to the device, and wait
             layer.k.index_fill_(0, pages, 0)

@@ -42,9 +42,10 @@ class Prefill(nn.Module):
     Compiled chunks have one of two sizes. `SMALL_CHUNK` rows cost a large model little more than one, so short prompts
     and short tails take that; everything else is padded to the whole chunk. Attention that reads the context up to a
     host-known bound (`Reference.reads_bound`; with kernels, chunks too wide for the tree kernel) gets one of few
-    bounds, each `BOUND_GROWTH` times the one before: always the capacity would make an empty context as dear as a full
-    one, exact bounds would cost a graph a chunk. With kernels, the default chunk of 256 and a capacity of 8192 that
-    makes three graphs. Eager chunks are exact in both, since they have no graph to share.
+    bounds: none, as most prompts are one chunk, then each `BOUND_GROWTH` times the one before. Always the capacity
+    would make an empty context as dear as a full one, exact bounds would cost a graph a chunk. With kernels, the
+    default chunk of 256 and a capacity of 8192 that makes four graphs. Eager chunks are exact in both, since they have
+    no graph to share.
 
     Args:
         state: the rounds' state; owns the target's cache.
@@ -176,8 +177,8 @@ class Prefill(nn.Module):
 
 
 def context_bounds(capacity: int) -> list[int]:
-    """Bounds of the context that compiled chunks are made for, growing up to the capacity."""
-    found, bound = [], FIRST_BOUND
+    """Bounds of the context that compiled chunks are made for, from none up to the capacity."""
+    found, bound = [0], FIRST_BOUND
     while bound < capacity:
         found.append(bound)
         bound *= BOUND_GROWTH

@@ -1,9 +1,9 @@
 """Linear layers for 2 to 64 rows: each weight is read once, at bandwidth, in a launch that overlaps its neighbours'.
 
-y.T = W @ x.T on the tensor cores: tiles of the weight are the large operand, so that few rows waste nothing. Both
-operands come through the tensor memory accelerator. The columns are split among programs until the GPU is full; the
-splits' sums are left to the kernel that reads them anyway (norm, rotary embedding), in a fixed order.
-Bound: bytes of W over the memory's bandwidth; measured against cuBLAS in docs/benchmarks/notebook.md.
+y.T = W @ x.T on the tensor cores: tiles of the weight are the large operand, so that few rows waste nothing. The
+columns are split among programs until the GPU is full; the splits' sums are left to the kernel that reads them anyway
+(norm, rotary embedding), in a fixed order.
+Bound: bytes of W over the memory's bandwidth; small layers: latencies. Measured in docs/benchmarks/notebook.md.
 """
 
 from __future__ import annotations
@@ -13,47 +13,21 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import launch, release, wait
+from .few_rows_kernels import few_rows_kernel, small_few_rows_kernel
+from .launch import launch
 
 MOST_ROWS = 64
-PROGRAMS = 192  # enough of them to fill 132 multiprocessors; more only make more sums
-
-
-@triton.jit
-def _few_rows_kernel(
-    x_tiles, w_tiles, bias, y, R, N,
-    K: tl.constexpr, SPLITS: tl.constexpr, SWIGLU: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    first_n, split = tl.program_id(0) * BLOCK_N, tl.program_id(1)
-    blocks: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    row = tl.arange(0, BLOCK_R)
-    n = first_n + tl.arange(0, BLOCK_N)
-    acc = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
-    acc_up = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
-    if HAS_BIAS:
-        acc += tl.load(bias + n, mask=(n < N) & (split == 0), other=0.0).to(tl.float32)[:, None]
-        if SWIGLU:
-            acc_up += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    wait(PDL)
-    for block in tl.range(blocks * split // SPLITS, blocks * (split + 1) // SPLITS, num_stages=STAGES):
-        x = tl.trans(x_tiles.load([0, block * BLOCK_K]))
-        acc = tl.dot(w_tiles.load([first_n, block * BLOCK_K]), x, acc)
-        if SWIGLU:
-            acc_up = tl.dot(w_tiles.load([N + first_n, block * BLOCK_K]), x, acc_up)
-    release(PDL)
-    if SWIGLU:
-        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
-    place = y + (split * R + row)[:, None] * N + n[None, :]
-    tl.store(place, tl.trans(acc).to(y.dtype.element_ty), mask=(row < R)[:, None] & (n < N)[None, :])
+MULTIPROCESSORS = 132
+PROGRAMS = 192  # of small steps: enough to fill the multiprocessors; more only make more sums
+SMALL = 4_000_000  # weights of a layer that is bound by latencies
+SMALL_COLUMNS, SMALL_COLUMNS_SWIGLU = 2048, 640  # of the latter one program holds all, of gate and up
 
 
 class Tile(NamedTuple):
-    """How a launch is cut: weights a program, columns a step, steps in flight, ranges of columns."""
+    """How a launch is cut: weights a program, columns a step, steps in flight (0: all of them), ranges of columns."""
 
     block_n: int
     block_k: int
@@ -61,11 +35,21 @@ class Tile(NamedTuple):
     splits: int
 
 
-def choose_tile(n_out: int, k: int, swiglu: bool) -> Tile:
-    """Cut of a launch; the best of 70 tried on an H200 lie within 2 %, so one rule does for all shapes."""
-    if swiglu:  # what follows the sum is not linear: one range
-        return Tile(64, 64, 4, 1)
+def choose_tile(rows: int, n_out: int, k: int, swiglu: bool) -> Tile:
+    """Cut of a launch of so many rows (padded): what an H200 took least time for, docs/benchmarks/notebook.md.
+
+    Wide steps keep most bytes in flight, but then two programs (one, with many rows) are all that fits on a
+    multiprocessor; a launch has one wave of them. Small layers take all steps at once, see `small_few_rows_kernel`.
+    """
+    if n_out * k * (2 if swiglu else 1) < SMALL and k <= (SMALL_COLUMNS_SWIGLU if swiglu else SMALL_COLUMNS):
+        step = 128 if k < 1024 else 256
+        return Tile(16, 128, 0, 1) if swiglu else Tile(32, step, 0, triton.cdiv(k, step))
     tiles = triton.cdiv(n_out, 64)
+    if swiglu:  # what follows the sum is not linear: one range
+        return Tile(64, 128 if tiles <= MULTIPROCESSORS and k >= 1024 else 64, 4, 1)
+    splits = MULTIPROCESSORS * (2 if rows <= 32 else 1) // tiles
+    if splits > 1:
+        return Tile(64, 128, 4, max(1, min(splits, 4, k // 256)))
     return Tile(64, 64, 6, max(1, min(PROGRAMS // tiles, 8, triton.cdiv(k, 128))))
 
 
@@ -87,9 +71,14 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     return 2 <= x.shape[0] <= MOST_ROWS and weight.shape[1] % 8 == 0
 
 
+def padded(rows: int) -> int:
+    """Rows that a program works on."""
+    return int(max(16, triton.next_power_of_2(rows)))
+
+
 def _out_shape(x: Tensor, weight: Tensor, swiglu: bool) -> tuple[int, int, int]:
     n_out = weight.shape[0] // 2 if swiglu else weight.shape[0]
-    return choose_tile(n_out, weight.shape[1], swiglu).splits, x.shape[0], n_out
+    return choose_tile(padded(x.shape[0]), n_out, weight.shape[1], swiglu).splits, x.shape[0], n_out
 
 
 @torch.library.custom_op("flashtree::few_rows_linear", mutates_args=())
@@ -97,7 +86,7 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, swiglu: bool
     """x @ weight.T + bias as a few partial sums, or silu(gate) * up of it.
 
     Args:
-        x: [R, K], 2 to 64 rows, bf16 or fp16, K a multiple of 8.
+        x: [R, K] contiguous, 2 to 64 rows, bf16 or fp16, K a multiple of 8.
         weight: [N, K] contiguous; with `swiglu` the gate's rows, then the up projection's, [2 N, K].
         bias: [N] (or [2 N]), or None.
         swiglu: silu(gate) * up.
@@ -107,14 +96,23 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, swiglu: bool
     """
     splits, rows, n_out = _out_shape(x, weight, swiglu)
     k = weight.shape[1]
-    tile = choose_tile(n_out, k, swiglu)
+    block_r = padded(rows)
+    tile = choose_tile(block_r, n_out, k, swiglu)
     y = torch.empty(splits, rows, n_out, dtype=x.dtype if swiglu else torch.float32, device=x.device)
-    block_r = max(16, triton.next_power_of_2(rows))
+    grid = (triton.cdiv(n_out, tile.block_n), splits)
+    unused = weight if bias is None else bias
+    if tile.stages == 0:
+        launch(
+            small_few_rows_kernel, grid, x, weight, unused, y, rows, n_out,
+            K=k, BLOCKS=triton.cdiv(triton.cdiv(k, tile.block_k), splits), SWIGLU=swiglu, HAS_BIAS=bias is not None,
+            BLOCK_R=block_r, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=4,
+        )  # fmt: skip
+        return y
     launch(
-        _few_rows_kernel, (triton.cdiv(n_out, tile.block_n), splits),
+        few_rows_kernel, grid,
         TensorDescriptor.from_tensor(x, [block_r, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
-        weight if bias is None else bias, y, rows, n_out,
+        unused, y, rows, n_out,
         K=k, SPLITS=splits, SWIGLU=swiglu, HAS_BIAS=bias is not None,
         BLOCK_R=block_r, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages, num_warps=4,
     )  # fmt: skip

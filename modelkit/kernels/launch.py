@@ -1,6 +1,8 @@
 """Launching kernels with programmatic dependent launch: the next kernel is set up while this one still runs.
 
-A kernel calls `wait` before it touches its predecessor's results and `release` when its successor may be scheduled.
+A kernel calls `wait` before it touches its predecessor's results and `release`, never before that, when its successor
+may be scheduled. So whatever was written before the predecessor is there from the start, and is better read before
+`wait`, where it costs no time; what is written comes behind it, since the predecessor may still read what was there.
 Neither the compiler's own templates nor `triton_op` can ask for such launches, so operators that use it are opaque
 custom ops. The interpreter (tests without a GPU) knows none of it.
 """
@@ -26,14 +28,14 @@ def dependent_launch() -> bool:
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Wait for the predecessor's results; before any of them, or any buffer it reads, is touched."""
+    """Wait for the predecessor's results; every program does, also one with nothing to do."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def release(PDL: tl.constexpr):
-    """Let the successor be scheduled; called when most of the work is done, for its programs take up room."""
+    """Let the successor be scheduled; late where its programs would take up the room of ours."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -29,8 +29,14 @@ def _one_row_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     squares = tl.zeros((BLOCK_K,), dtype=tl.float32)
-    # Weights do not depend on the kernel before: the first of them are on their way before its results are waited for.
+    # What the launch before has not written is on its way before that one's results are waited for.
     w = tl.load(w_tile, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + n, mask=n_in, other=0.0).to(tl.float32)
+        if SWIGLU:
+            bias_up = tl.load(bias_ptr + n_out + n, mask=n_in, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + n, mask=n_in, other=0.0).to(tl.float32)
     wait(PDL)
     for start in tl.range(0, K, BLOCK_K, num_stages=1):
         if start > 0:
@@ -62,25 +68,22 @@ def _one_row_kernel(
         gain = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         y = y * gain
     if HAS_BIAS:
-        y += tl.load(bias_ptr + n, mask=n_in, other=0.0).to(tl.float32)
+        y += bias
     if SWIGLU:
         up_y = tl.sum(acc_up, 1) * gain
         if HAS_BIAS:
-            up_y += tl.load(bias_ptr + n_out + n, mask=n_in, other=0.0).to(tl.float32)
+            up_y += bias_up
         y = y / (1.0 + tl.exp(-y)) * up_y
     if HAS_RESIDUAL:
-        y += tl.load(residual_ptr + n, mask=n_in, other=0.0).to(tl.float32)
+        y += residual
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n_in)
 
 
-# (weights of a program, columns a step, warps) by columns of W; measured on an H200, docs/benchmarks/notebook.md.
-def tile(n_out: int, k: int) -> tuple[int, int, int]:
-    """Block sizes of a launch."""
-    if n_out * k < 4_000_000:  # small layers: latency, not bandwidth
-        return (4, 1024, 4) if k % 1024 == 0 else (4, 512, 2)
-    if k % 2048 == 0 and n_out <= 4096:
-        return (4, 2048, 4)
-    return (4, 512, 2)
+def tile(n_out: int, k: int, swiglu: bool) -> tuple[int, int, int]:
+    """Weights a program, columns a step, warps: what an H200 took least time for, docs/benchmarks/notebook.md."""
+    if not swiglu and (n_out > 4096 or (n_out == 4096 and k <= 2048)):
+        return 4, 512, 2
+    return 2, 1024, 4
 
 
 @torch.library.custom_op("flashtree::one_row_linear", mutates_args=())
@@ -95,7 +98,7 @@ def one_row_linear(
         weight: [N, K] contiguous; with `swiglu` the gate's rows, then the up projection's, [2 N, K].
         bias: [N] (or [2 N]), or None.
         norm: RMS norm weight [K] applied to x first, or None.
-        residual: [1, N] added at the end, or None.
+        residual: [1, N] added at the end, not written by the launch right before; or None.
         eps: of the norm.
         swiglu: silu(gate) * up.
 
@@ -105,7 +108,7 @@ def one_row_linear(
     k = x.shape[1]
     n_out = weight.shape[0] // 2 if swiglu else weight.shape[0]
     y = torch.empty(1, n_out, dtype=x.dtype, device=x.device)
-    n, step, warps = tile(n_out, k)
+    n, step, warps = tile(n_out, k, swiglu)
     launch(
         _one_row_kernel, (triton.cdiv(n_out, n),),
         x, weight, weight if bias is None else bias, weight if norm is None else norm,

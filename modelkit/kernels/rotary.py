@@ -16,12 +16,18 @@ def _rotary_kernel(
     eps: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait(PDL)
-    release(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = D // 2
     i = tl.arange(0, BLOCK)
     inside = i < half
+    cos = tl.load(cos_ptr + row * half + i, mask=inside, other=0.0)
+    sin = tl.load(sin_ptr + row * half + i, mask=inside, other=0.0)
+    if HAS_NORM:
+        weight = tl.where(head < HQ, q_norm_ptr.to(tl.int64), k_norm_ptr.to(tl.int64)).to(q_norm_ptr.dtype)
+        low_weight = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+        high_weight = tl.load(weight + half + i, mask=inside, other=0.0).to(tl.float32)
+    wait(PDL)
+    release(PDL)
     low = tl.zeros([BLOCK], tl.float32)
     high = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):
@@ -39,14 +45,8 @@ def _rotary_kernel(
             # As the reference: normalised, rounded, then weighted.
             low = (low * gain).to(q_ptr.dtype.element_ty).to(tl.float32)
             high = (high * gain).to(q_ptr.dtype.element_ty).to(tl.float32)
-            weight = tl.where(is_query, q_norm_ptr.to(tl.int64), k_norm_ptr.to(tl.int64))
-            weight = weight.to(q_norm_ptr.dtype)
-            low = low * tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
-            high = high * tl.load(weight + half + i, mask=inside, other=0.0).to(tl.float32)
-            low = low.to(q_ptr.dtype.element_ty).to(tl.float32)
-            high = high.to(q_ptr.dtype.element_ty).to(tl.float32)
-        cos = tl.load(cos_ptr + row * half + i, mask=inside, other=0.0)
-        sin = tl.load(sin_ptr + row * half + i, mask=inside, other=0.0)
+            low = (low * low_weight).to(q_ptr.dtype.element_ty).to(tl.float32)
+            high = (high * high_weight).to(q_ptr.dtype.element_ty).to(tl.float32)
         turned = low * cos - high * sin
         high = high * cos + low * sin
         low = turned

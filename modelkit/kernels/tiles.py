@@ -31,6 +31,8 @@ def choose_tile(R: int, width: int, slots: int, G: int, head_dim: int, itemsize:
     block_m = min(64, max(16, triton.next_power_of_2(vectors)))
     # Among many slots that step plainly, the few that draft take several tiles.
     block_m = min(block_m, max(16, triton.next_power_of_2(2 * -(-R * G // slots))))
+    if block_d <= 64:  # few bytes a key: more and shorter programs
+        return Tile(min(block_m, 32), 64, block_d, 4, 4, 1, 2)
     if block_d > 128:
         return Tile(16, 32, block_d, 4, 3, 1, 2) if block_m == 16 else Tile(block_m, 32, block_d, 8, 2, 1, 1)
     return Tile(64, 64, block_d, 4, 3, 2, 2) if block_m == 64 else Tile(block_m, 64, block_d, 4, 4, 1, 2)
@@ -54,6 +56,8 @@ def choose_splits(
     keys = min(capacity, window + width) if window else capacity
     blocks = -(-keys // tile.block_n) + -(-width // tile.block_n)
     fill = max(1, sms * tile.per_sm // (tile_count(R, width, slots, G, tile.block_m) * Hkv))
+    if tile.block_d <= 64:  # few bytes a key: a range may well have some more of them
+        fill = min(fill, max(16, blocks // 8))
     below = 1 << (fill.bit_length() - 1)
     fill = below if fill < below * 9 // 8 else fill  # the combine kernel pads to a power of two
     least = -(-keys // KEYS_PER_SPLIT) if slots > 1 else 1

@@ -26,6 +26,7 @@ __all__ = ["choose_splits", "tree_attention"]
 
 LOWEST = tl.constexpr(-1.0e30)  # finite, so that a row which sees nothing in a range makes no NaN
 LOG2E = tl.constexpr(math.log2(math.e))
+COMBINED = 1024  # elements of the ranges' sums that a program of the combine kernel holds at a time
 
 
 @triton.jit
@@ -125,6 +126,12 @@ def _attend_rows(
 
 
 @triton.jit
+def _ranges(blocks, SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr):
+    """Ranges that so many key blocks are cut into; programs of further ones have nothing to do."""
+    return tl.maximum(tl.minimum(SPLITS, (blocks + MIN_BLOCKS - 1) // MIN_BLOCKS), 1)
+
+
+@triton.jit
 def _attend_kernel(
     q, k, v, k_pages, v_pages, table, length, position, ancestors, row_offset, sinks, out, partial, stats,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
@@ -133,19 +140,13 @@ def _attend_kernel(
     BLOCK_D: tl.constexpr, STAGES: tl.constexpr, MIN_BLOCKS: tl.constexpr, ONE_TILE: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait(PDL)
+    # All but q, k and v is older than the launch before, so it is read before that one's results are waited for.
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     PRECISION: tl.constexpr = "ieee" if q.dtype.element_ty == tl.float32 else "tf32"
     # Partial sums are rewritten by every layer: leave them the L2, unless other tiles read the same context.
     EVICT: tl.constexpr = "evict_first" if ONE_TILE else ""
     dim = tl.arange(0, BLOCK_D)
-
-    if SPLITS == 1:  # no combine kernel: padding rows get their zeros here
-        for padding in range(tl.load(row_offset + SLOTS).to(tl.int32) + tile, ROWS, tl.num_programs(0)):
-            for i in tl.static_range(GROUP):
-                place = out + (padding * HEADS + head * GROUP + i) * DIM + dim
-                tl.store(place, tl.zeros([BLOCK_D], out.dtype.element_ty), mask=dim < DIM)
 
     if SLOTS == 1:
         slot, local = 0, tile
@@ -162,9 +163,6 @@ def _attend_kernel(
         local = tile - tl.sum(tl.where(owns, before, 0), 0)
         start = tl.sum(tl.where(owns, starts, 0), 0)
         count = tl.sum(tl.where(owns, counts, 0), 0)
-    if local * BLOCK_M >= count * GROUP:  # no slot needs this tile
-        return
-
     vector = local * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = vector < count * GROUP
     own = vector // GROUP  # row within the slot
@@ -178,14 +176,27 @@ def _attend_kernel(
         where = tl.load(position + row, mask=inside, other=2**31 - 1).to(tl.int32)
         oldest = tl.minimum(tl.maximum(tl.min(where, 0) - WINDOW + 1, 0) // BLOCK_N, context)
     blocks = context - oldest + (count + BLOCK_N - 1) // BLOCK_N
-    ranges = tl.minimum(SPLITS, (blocks + MIN_BLOCKS - 1) // MIN_BLOCKS)
+    ranges = _ranges(blocks, SPLITS, MIN_BLOCKS)
     first = oldest + blocks * split // ranges
     end = oldest + blocks * (split + 1) // ranges
+    table_row = table + slot * PAGES
+    first_page = tl.load(table_row)
+
+    wait(PDL)
+    release(PDL)
+    if SPLITS == 1:  # no combine kernel: padding rows get their zeros here
+        for padding in range(tl.load(row_offset + SLOTS).to(tl.int32) + tile, ROWS, tl.num_programs(0)):
+            for i in tl.static_range(GROUP):
+                place = out + (padding * HEADS + head * GROUP + i) * DIM + dim
+                tl.store(place, tl.zeros([BLOCK_D], out.dtype.element_ty), mask=dim < DIM)
+    if local * BLOCK_M >= count * GROUP:  # no slot needs this tile
+        return
     at_stats = split * (ROWS * HEADS) + vector
     if SPLITS > 1:  # noqa: SIM102 - a branch of the compiler's around one of the device's
         if split >= ranges:  # nothing to do: no sum is written, and none is read
-            tl.store(stats + at_stats, tl.full([BLOCK_M], LOWEST, tl.float32), mask=inside)
-            tl.store(stats + SPLITS * ROWS * HEADS + at_stats, tl.zeros([BLOCK_M], tl.float32), mask=inside)
+            if WINDOW > 0:  # else the combine kernel knows the ranges itself
+                tl.store(stats + at_stats, tl.full([BLOCK_M], LOWEST, tl.float32), mask=inside)
+                tl.store(stats + SPLITS * ROWS * HEADS + at_stats, tl.zeros([BLOCK_M], tl.float32), mask=inside)
             return
 
     query = _load_rows(q, vector * DIM, inside, DIM, BLOCK_D, True, "")
@@ -196,9 +207,6 @@ def _attend_kernel(
         sink = tl.load(sinks + vector % HEADS, mask=inside, other=0.0) * LOG2E
         top = tl.where(split == 0, tl.maximum(sink, LOWEST), top)
         total = tl.where(split == 0, 1.0, total)
-    table_row = table + slot * PAGES
-    first_page = tl.load(table_row)
-
     full = 0  # blocks below this one need no mask
     if WINDOW == 0:
         full = committed // BLOCK_N
@@ -218,7 +226,6 @@ def _attend_kernel(
         BLOCK_D, PRECISION,
     )  # fmt: skip
 
-    release(PDL)
     cover = inside[:, None] & (dim < DIM)[None, :]
     at = vector[:, None] * DIM + dim[None, :]
     if SPLITS == 1:
@@ -231,26 +238,49 @@ def _attend_kernel(
 
 @triton.jit
 def _combine_kernel(
-    partial, stats, row_offset, out,
-    ROWS: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    partial, stats, length, row_offset, out,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr, BLOCK_SLOTS: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    vector = tl.program_id(0)
+    row = vector // HEADS
+    dim = tl.arange(0, BLOCK_D)
+    used = row < tl.load(row_offset + SLOTS)
+    ranges = SPLITS
+    if WINDOW == 0:
+        slots = tl.arange(0, BLOCK_SLOTS)
+        first = tl.load(row_offset + slots, mask=slots < SLOTS, other=0).to(tl.int32)
+        end = tl.load(row_offset + slots + 1, mask=slots < SLOTS, other=0).to(tl.int32)
+        committed = tl.load(length + slots, mask=slots < SLOTS, other=0).to(tl.int32)
+        blocks = (committed + BLOCK_N - 1) // BLOCK_N + (end - first + BLOCK_N - 1) // BLOCK_N
+        blocks = tl.sum(tl.where((first <= row) & (row < end), blocks, 0), 0)
+        ranges = _ranges(blocks, SPLITS, MIN_BLOCKS)
     wait(PDL)
     release(PDL)
-    vector = tl.program_id(0)
-    dim = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    split = tl.arange(0, BLOCK_S)
-    used = vector // HEADS < tl.load(row_offset + SLOTS)
-    at = split * (ROWS * HEADS) + vector
-    top = tl.load(stats + at, mask=used & (split < SPLITS), other=LOWEST)
-    total = tl.load(stats + SPLITS * ROWS * HEADS + at, mask=used & (split < SPLITS), other=0.0)
-    live = total != 0  # the others have written no sum
-    weight = tl.where(live, tl.exp2(top - tl.max(top, 0)), 0.0)
-    whole = tl.where(used, tl.sum(weight * total, 0), 1.0)
-    place = partial + at[:, None].to(tl.int64) * DIM + dim[None, :]
-    sums = tl.load(place, mask=live[:, None] & (dim < DIM)[None, :], other=0.0)
-    result = tl.sum(sums * weight[:, None], 0) / whole
-    tl.store(out + vector * DIM + dim, result.to(out.dtype.element_ty), mask=dim < DIM)
+    top, total = _read_stats(stats, tl.arange(0, BLOCK_S), vector, used, ranges, ROWS * HEADS, SPLITS)
+    highest = tl.max(top, 0)
+    whole = tl.where(used, tl.sum(tl.exp2(top - highest) * total, 0), 1.0)
+    result = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, ranges, CHUNK):
+        split = start + tl.arange(0, CHUNK)
+        part_top, part_total = _read_stats(stats, split, vector, used, ranges, ROWS * HEADS, SPLITS)
+        written = used & (split < ranges)
+        if WINDOW > 0:  # ranges with nothing to do have written no sum
+            written = written & (part_total != 0)
+        place = partial + (split * (ROWS * HEADS) + vector)[:, None].to(tl.int64) * DIM + dim[None, :]
+        sums = tl.load(place, mask=written[:, None] & (dim < DIM)[None, :], other=0.0)
+        result += tl.sum(sums * tl.exp2(part_top - highest)[:, None], 0)
+    tl.store(out + vector * DIM + dim, (result / whole).to(out.dtype.element_ty), mask=dim < DIM)
+
+
+@triton.jit
+def _read_stats(stats, split, vector, used, ranges, VECTORS: tl.constexpr, SPLITS: tl.constexpr):
+    """Maxima and denominators that the given ranges found for a vector."""
+    at = split * VECTORS + vector
+    top = tl.load(stats + at, mask=used & (split < ranges), other=LOWEST)
+    total = tl.load(stats + SPLITS * VECTORS + at, mask=used & (split < ranges), other=0.0)
+    return top, total
 
 
 @torch.library.custom_op("flashtree::tree_attention", mutates_args=())
@@ -313,11 +343,12 @@ def tree_attention(
     )  # fmt: skip
     if splits > 1:
         block_s = triton.next_power_of_2(splits)
-        block_c = min(tile.block_d, max(32, 4096 // block_s))
+        chunk = max(1, min(block_s, COMBINED // tile.block_d))
         launch(
-            _combine_kernel, (R * Hq, tile.block_d // block_c),
-            partial, stats, row_offset, out, ROWS=R, SLOTS=slots, HEADS=Hq, DIM=D, SPLITS=splits, BLOCK_S=block_s,
-            BLOCK_C=block_c, num_warps=max(1, min(4, block_s * block_c // 1024)),
+            _combine_kernel, (R * Hq,),
+            partial, stats, length, row_offset, out, ROWS=R, SLOTS=slots, HEADS=Hq, DIM=D, WINDOW=window, SPLITS=splits,
+            BLOCK_N=tile.block_n, MIN_BLOCKS=tile.min_blocks, BLOCK_SLOTS=triton.next_power_of_2(slots),
+            BLOCK_S=block_s, BLOCK_D=tile.block_d, CHUNK=chunk, num_warps=max(1, min(4, chunk * tile.block_d // 1024)),
         )  # fmt: skip
     return out
 

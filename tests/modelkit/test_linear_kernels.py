@@ -105,12 +105,26 @@ def rotary(dtype, device, rows, heads, kv_heads, dim, splits=1, qk_norm=True):
     return distance(found, torch.cat([turned, value], 1))
 
 
+def freeze(dtype, device, sizes):
+    from modelkit.kernels.freeze import freeze as kernel
+
+    normal = draw(9, dtype, device)
+    values = [normal(*shape) for shape in sizes[:-1]] + [normal(*sizes[-1]).mul(99).long().T]
+    copies = kernel(values)
+    assert all(copy.is_contiguous() for copy in copies)
+    return max(distance(copy.double(), value.double()) for copy, value in zip(copies, values, strict=True))
+
+
 Case = tuple[Callable[..., float], dict[str, Any]]
 SMALL: dict[str, Case] = {
-    "few_rows": (few_rows, {"rows": 5, "n": 200, "k": 328}),
-    "few_rows_bias": (few_rows, {"rows": 16, "n": 64, "k": 512, "bias": True}),
-    "few_rows_swiglu": (few_rows, {"rows": 33, "n": 72, "k": 136, "swiglu": True}),
-    "few_rows_swiglu_bias": (few_rows, {"rows": 2, "n": 72, "k": 136, "swiglu": True, "bias": True}),
+    "few_rows": (few_rows, {"rows": 5, "n": 72, "k": 2056}),
+    "few_rows_bias": (few_rows, {"rows": 16, "n": 64, "k": 2112, "bias": True}),
+    "few_rows_swiglu": (few_rows, {"rows": 33, "n": 72, "k": 648, "swiglu": True}),
+    "few_rows_swiglu_bias": (few_rows, {"rows": 2, "n": 72, "k": 648, "swiglu": True, "bias": True}),
+    "few_rows_small": (few_rows, {"rows": 5, "n": 200, "k": 328}),
+    "few_rows_small_bias": (few_rows, {"rows": 16, "n": 64, "k": 1032, "bias": True}),
+    "few_rows_small_swiglu": (few_rows, {"rows": 33, "n": 72, "k": 136, "swiglu": True}),
+    "few_rows_small_swiglu_bias": (few_rows, {"rows": 2, "n": 72, "k": 520, "swiglu": True, "bias": True}),
     "one_row": (one_row, {"n": 67, "k": 600}),
     "one_row_all": (one_row, {"n": 67, "k": 600, "bias": True, "normed": True, "residual": True}),
     "one_row_swiglu": (one_row, {"n": 67, "k": 512, "swiglu": True, "normed": True}),
@@ -120,15 +134,17 @@ SMALL: dict[str, Case] = {
     "add_norm_splits": (add_norm, {"rows": 5, "hidden": 40, "splits": 3}),
     "rotary": (rotary, {"rows": 3, "heads": 4, "kv_heads": 2, "dim": 24}),
     "rotary_splits": (rotary, {"rows": 3, "heads": 3, "kv_heads": 1, "dim": 64, "splits": 3, "qk_norm": False}),
+    "freeze": (freeze, {"sizes": ((5, 3), (2,), (40, 60))}),
+    "freeze_one": (freeze, {"sizes": ((3, 4),)}),
 }
 LARGE: dict[str, Case] = SMALL | {
     f"few_rows_{rows}_{n}_{k}": (few_rows, {"rows": rows, "n": n, "k": k, "bias": rows == 17})
     for rows in (2, 17, 32, 64)
-    for n, k in ((6144, 4096), (960, 576), (4096, 12288))
+    for n, k in ((6144, 4096), (960, 576), (576, 1536), (4096, 12288), (3072, 2048))
 } | {
     f"few_rows_swiglu_{rows}_{n}": (few_rows, {"rows": rows, "n": n, "k": k, "swiglu": True})
     for rows in (16, 64)
-    for n, k in ((12288, 4096), (1536, 576))
+    for n, k in ((12288, 4096), (3072, 4096), (1536, 576))
 } | {
     "one_row_wide": (one_row, {"n": 4096, "k": 12288, "residual": True}),
     "one_row_gate": (one_row, {"n": 12288, "k": 4096, "swiglu": True, "normed": True}),

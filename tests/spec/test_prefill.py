@@ -124,7 +124,7 @@ def test_what_a_padded_prefill_leaves(length, tiny_targets, tiny_drafters, monke
 def test_buckets_are_few_and_large_enough(tiny_targets, tiny_drafters, monkeypatch):
     replace_compiler(monkeypatch, None)
     prefill = build(tiny_targets, tiny_drafters, "ngram", "chain", "default").prefiller
-    assert context_bounds(CAPACITY) == [16, 64, CAPACITY] and context_bounds(16) == [16]
+    assert context_bounds(CAPACITY) == [0, 16, 64, CAPACITY] and context_bounds(16) == [0, 16]
     for bounds in (prefill.bounds, [0, CHUNK, 2 * CHUNK, CAPACITY]):
         prefill.bounds, used = bounds, set()
         for length in range(1, CAPACITY):
@@ -134,9 +134,10 @@ def test_buckets_are_few_and_large_enough(tiny_targets, tiny_drafters, monkeypat
                 assert bucket in prefill.buckets(length)
                 assert bucket.rows >= count and bucket.bound >= start
                 used.add(bucket)
-        assert used <= prefill.all_buckets() and len(used) <= len(prefill.sizes) * 3
+        assert used <= prefill.all_buckets() and len(used) <= len(prefill.sizes) * 4
     prefill.bounds = context_bounds(CAPACITY)
-    assert prefill.bucket(0, 65) == Bucket(rows=CHUNK, bound=16)
+    assert prefill.bucket(0, 65) == Bucket(rows=CHUNK, bound=0)
+    assert prefill.bucket(1, 65) == Bucket(rows=CHUNK, bound=16)
     monkeypatch.setattr(prefill.target.backend, "reads_bound", lambda rows: rows > 64)
     assert prefill.bucket(0, 64) == Bucket(rows=64, bound=CAPACITY)
     assert len(prefill.all_buckets()) == 1 + len({prefill.bucket(start, CHUNK) for start in (0, CHUNK, 2 * CHUNK)})

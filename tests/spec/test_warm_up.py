@@ -119,16 +119,17 @@ def test_only_what_the_prompts_need(build, compiled):
     engine, lines = build("dflash", slots=6), []
     engine.warm_up([prompt(5), prompt(105), prompt(2)], plain=[False], progress=lines.append)
     assert lines == [
-        "compiling prefill of 64 rows behind 128 (1 of 6)",
-        "compiling prefill of 100 rows behind 128 (2 of 6)",
-        "compiling the first token (3 of 6)",
-        "compiling round of 8 rows (4 of 6)",
-        "compiling round of 16 rows (5 of 6)",
-        "compiling round of 32 rows (6 of 6)",
+        "compiling prefill of 64 rows behind 0 (1 of 7)",
+        "compiling prefill of 64 rows behind 128 (2 of 7)",
+        "compiling prefill of 100 rows behind 0 (3 of 7)",
+        "compiling the first token (4 of 7)",
+        "compiling round of 8 rows (5 of 7)",
+        "compiling round of 16 rows (6 of 7)",
+        "compiling round of 32 rows (7 of 7)",
     ]
     known = len(compiled)
     engine.generate([prompt(5), prompt(105), prompt(2)], max_new_tokens=6)
-    assert len(compiled) == known == 6
+    assert len(compiled) == known == 7
     engine.warm_up([prompt(5)], plain=[True], progress=lines.append)
     assert lines[-1] == "compiling plain round of 1 row (3 of 3)"
 
@@ -148,7 +149,7 @@ def test_the_generation_script_warms_up_what_it_uses(how, rounds, tiny_targets, 
     assert main(["generate", "--config", "smollm2-ngram", *options, "--raw", "--prompt-file", str(file), *how]) == 0
     lines = capsys.readouterr().err.splitlines()
     names = ["plain round of 1 row", "round of 16 rows"]
-    steps = ["prefill of 64 rows behind 64", "the first token", *(names[kind] for kind in rounds)]
+    steps = ["prefill of 64 rows behind 0", "the first token", *(names[kind] for kind in rounds)]
     assert lines == [f"compiling {name} ({n} of {len(steps)})" for n, name in enumerate(steps, 1)]
     assert len(compiled) == len(steps)
 
