@@ -84,12 +84,14 @@ class Attention(nn.Module):
         if self.qkv_proj is not None:
             first = self.heads * self.dim
             bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[first:]
-            heads: Tensor = F.linear(x, self.qkv_proj.weight[first:], bias)
-            heads = heads.view(*x.shape[:-1], -1, self.dim)
-            k, v = heads[..., : self.kv_heads, :], heads[..., self.kv_heads :, :]
-        else:
-            k, v = (p(x).view(*x.shape[:-1], -1, self.dim) for p in (self.k_proj, self.v_proj))
+            return self.split_context(F.linear(x, self.qkv_proj.weight[first:], bias))
+        k, v = (p(x).view(*x.shape[:-1], -1, self.dim) for p in (self.k_proj, self.v_proj))
         return self._normed(k, self.k_norm), v
+
+    def split_context(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """`project_context` out of what the fused weights gave [.., 2 * Hkv * D]."""
+        heads = projected.view(*projected.shape[:-1], -1, self.dim)
+        return self._normed(heads[..., : self.kv_heads, :], self.k_norm), heads[..., self.kv_heads :, :]
 
     @staticmethod
     def _normed(heads: Tensor, norm: RMSNorm | None) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from modelkit.cache import Lane
 from modelkit.functional import soft_cap
-from modelkit.layers import fuse_projections
 from modelkit.loading import build_on_meta, load_weights, random_weights
 from modelkit.model import Transformer
 
@@ -65,7 +64,7 @@ class DFlashDrafter:
             load_weights(model, folder, dtype=target.dtype, device=target.device, layout=layout)
         else:
             random_weights(model, dtype=target.dtype, device=target.device, seed=1, layout=layout)
-        fuse_projections(model)
+        model.fuse()
         model.prepare()
         model.backend = target.backend
         self.model, self.target, self.published = model.eval(), target, published

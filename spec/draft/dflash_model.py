@@ -7,12 +7,13 @@ Per layer the same k/v weights serve context features and block tokens; context 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modelkit.backend import Plan, Reference, Stream
 from modelkit.borders import Border, Stage
 from modelkit.cache import KVCache
-from modelkit.layers import Attention, Block, RMSNorm
+from modelkit.layers import Attention, Block, RMSNorm, fuse_projections
 from modelkit.model import entering, first_attention
 from modelkit.rope import rotary_angles, rotate
 from modelkit.rows import Rows, chain
@@ -46,6 +47,8 @@ class DFlashModel(nn.Module):
         self.layers = nn.ModuleList(Block(model) for _ in range(model.num_hidden_layers))
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
         self.register_buffer("inverse_frequencies", None, persistent=False)
+        self.register_buffer("context_weight", None, persistent=False)
+        self.register_buffer("context_bias", None, persistent=False)
         self.backend = Reference()
         self.own = range(model.num_hidden_layers)
         self.enter: Border | None = None
@@ -53,6 +56,21 @@ class DFlashModel(nn.Module):
         self.stage: Stage | None = None
 
     inverse_frequencies: Tensor
+    context_weight: Tensor | None
+    context_bias: Tensor | None
+
+    def fuse(self) -> None:
+        """One projection instead of several within the layers, and a copy of their weights for the context of all."""
+        fuse_projections(self)
+        linears = [(attention, attention.qkv_proj) for attention in self._attentions()]
+        self.context_weight = torch.cat([proj.weight[a.heads * a.dim :] for a, proj in linears if proj is not None])
+        biases = [proj.bias[a.heads * a.dim :] for a, proj in linears if proj is not None and proj.bias is not None]
+        self.context_bias = torch.cat(biases) if biases else None
+
+    def _attentions(self) -> list[Attention]:
+        """Of the layers here."""
+        blocks = [self.layers[index] for index in self.own]
+        return [block.self_attn for block in blocks if isinstance(block, Block)]
 
     def prepare(self) -> None:
         """Make what is computed rather than loaded."""
@@ -76,13 +94,16 @@ class DFlashModel(nn.Module):
         position = (cache.length[:-1, None] + torch.arange(width, device=count.device)).flatten()
         cos, sin = self._angles(position)
         page, offset = cache.destination(count, width)
-        for index in self.own:
-            block = self.layers[index]
-            assert isinstance(block, Block)
-            k, v = block.self_attn.project_context(context)
+        attentions = self._attentions()
+        if self.context_weight is None:
+            pairs = [attention.project_context(context) for attention in attentions]
+        else:
+            parts = F.linear(context, self.context_weight, self.context_bias).chunk(len(attentions), -1)
+            pairs = [attention.split_context(part) for attention, part in zip(attentions, parts, strict=True)]
+        for layer, (k, v) in enumerate(pairs):
             k = rotate(k, cos, sin)
             k, v = (heads.view(slots, width, *heads.shape[1:]) for heads in (k, v))
-            cache.append(index - self.own.start, k, v, page, offset)
+            cache.append(layer, k, v, page, offset)
         cache.advance(count)
 
     def forward(self, embedded: Tensor, rows: Rows, bidirectional: Tensor, cache: KVCache) -> Tensor:
