@@ -26,6 +26,16 @@ def unknown_name(what: str, given: str, known: Iterable[str]) -> ValueError:
     return ValueError(f"unknown {what} '{given}'; known: {', '.join(names) or 'none'}{hint}")
 
 
+FIELD_TYPES: dict[type, dict[str, Any]] = {}
+
+
+def field_types(config_type: type) -> dict[str, Any]:
+    """Types of a dataclass's fields by name; kept, as spelling them out takes longer than checking values by them."""
+    if config_type not in FIELD_TYPES:
+        FIELD_TYPES[config_type] = typing.get_type_hints(config_type)
+    return FIELD_TYPES[config_type]
+
+
 def read_value(annotation: Any, value: Any) -> Any:
     """A value read from TOML or JSON as a dataclass field's annotation wants it; TypeError if it does not fit.
 
@@ -98,7 +108,7 @@ def parse_config(config_type: type[T], table: Mapping[str, Any], where: str) -> 
         ValueError: an unknown key, a missing key without a default, or a value of the wrong type or range.
     """
     fields = {f.name: f for f in dataclasses.fields(config_type) if f.init}  # type: ignore[arg-type]
-    annotations = typing.get_type_hints(config_type)
+    annotations = field_types(config_type)
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in fields:

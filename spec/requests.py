@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from modelkit.registry import read_value, spell_type, unknown_name
+from modelkit.registry import field_types, read_value, spell_type, unknown_name
 from sampling import SamplingParams
 
 from .stats import Stats
@@ -48,7 +47,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuse values of another type or out of range."""
-        for name, annotation in typing.get_type_hints(type(self)).items():
+        for name, annotation in field_types(type(self)).items():
             try:
                 read_value(annotation, getattr(self, name))
             except TypeError:

@@ -31,11 +31,12 @@ def serve(engine: Engine, requests: Sequence[Request], plain: bool) -> Generator
     if engine.busy:
         raise ValueError(BUSY)
     engine.busy = True
-    engine.readback.clear()
+    engine.readback.begin()
     try:
         yield from _Serving(engine, requests, plain).run()
     finally:
-        engine.readback.clear()
+        # A layout's other processes may still read this one's memory; a round of one process ends unseen.
+        engine.readback.end(wait=engine.target.layout is not None)
         for slot in range(engine.state.slots):
             engine.state.retire(slot)
         engine.busy = False
@@ -66,47 +67,50 @@ class _Serving:
             if idle:
                 yield from self._admit(idle)
             if self.running:
-                self._launch()
+                yield from self._launch()
             yield from self._look_at_late()
-            if len(readback) > readback.lag:
+            while len(readback) > readback.lag:
+                yield from self._look_at_late()
                 self.late = readback.pop()
-                if self.late.ended or not self.engine.runs_ahead:
+                if self.late.first or self.late.ended or not self.engine.runs_ahead:
                     yield from self._look_at_late()
 
     def _admit(self, idle: list[int]) -> Iterator[tuple[int, Piece]]:
         """Look at everything that was launched, then put the next requests into idle slots.
 
-        First tokens are looked at late, like rounds: the device goes on with the next prompt meanwhile.
+        First tokens are looked at while the device goes on, like rounds.
         """
         engine = self.engine
         yield from self._look_at_late()
-        while len(engine.readback):
-            yield from self._look(engine.readback.pop())
-        begun: deque[tuple[int, Running]] = deque()
+        yield from self._look_at(0)
         for slot in idle:
+            yield from self._make_room()
             index, request = self.waiting.popleft()
-            begun.append((slot, Running.start(index, request, engine, self.plain)))
+            self.running[slot] = Running.start(index, request, engine, self.plain)
             engine.prefill(slot, request, self.plain)
-            engine.readback.push({slot: index})
-            if engine.readback.full:
-                yield from self._start(*begun.popleft())
-        while begun:
-            yield from self._start(*begun.popleft())
+            engine.readback.push({slot: index}, first=True)
+        if not engine.runs_ahead:
+            yield from self._look_at(0)
 
-    def _start(self, slot: int, live: Running) -> Iterator[tuple[int, Piece]]:
-        """Look at the oldest first token."""
-        first = self.engine.readback.pop()
-        live.begin(self.prefilled_at)
-        self.prefilled_at = live.first_token_at
-        self.running[slot] = live
-        yield from self._take(slot, first, is_first=True)
-
-    def _launch(self) -> None:
+    def _launch(self) -> Iterator[tuple[int, Piece]]:
+        yield from self._make_room()
         engine, running = self.engine, self.running
+        if not running:
+            return
         unseen = (len(engine.readback) + (self.late is not None)) * (engine.state.depth + 1)
         bound = max(live.committed for live in running.values()) + unseen
         engine.launch(len(running), bound, self.plain, all(live.greedy for live in running.values()))
         engine.readback.push({slot: live.index for slot, live in running.items()})
+
+    def _make_room(self) -> Iterator[tuple[int, Piece]]:
+        """Look at the oldest where the ring holds no more."""
+        while self.engine.readback.full:
+            yield from self._look(self.engine.readback.pop())
+
+    def _look_at(self, most: int) -> Iterator[tuple[int, Piece]]:
+        """Look at the oldest until at most so many are in flight."""
+        while len(self.engine.readback) > most:
+            yield from self._look(self.engine.readback.pop())
 
     def _look_at_late(self) -> Iterator[tuple[int, Piece]]:
         late, self.late = self.late, None
@@ -118,11 +122,14 @@ class _Serving:
         for slot, index in found.owners.items():
             # A slot may have ended, or changed hands, while the round was in flight.
             if slot in self.running and self.running[slot].index == index:
-                yield from self._take(slot, found, is_first=False)
+                yield from self._take(slot, found)
 
-    def _take(self, slot: int, found: Round, is_first: bool) -> Iterator[tuple[int, Piece]]:
+    def _take(self, slot: int, found: Round) -> Iterator[tuple[int, Piece]]:
         live = self.running[slot]
-        piece = live.take(found.tokens[slot], found.reasons[slot], is_first)
+        if found.first:
+            live.begin(self.prefilled_at)
+            self.prefilled_at = live.first_token_at
+        piece = live.take(found.tokens[slot], found.reasons[slot], found.first)
         if piece.completion is not None:
             del self.running[slot]
             self.engine.state.retire(slot)

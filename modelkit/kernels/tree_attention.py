@@ -19,14 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .combine import COMBINED, LOWEST, combine_kernel, key_ranges
 from .launch import launch, release, wait
 from .tiles import MAX_SPLITS, choose_splits, choose_tile, tile_count
 
 __all__ = ["choose_splits", "tree_attention"]
 
-LOWEST = tl.constexpr(-1.0e30)  # finite, so that a row which sees nothing in a range makes no NaN
 LOG2E = tl.constexpr(math.log2(math.e))
-COMBINED = 1024  # elements of the ranges' sums that a program of the combine kernel holds at a time
 
 
 @triton.jit
@@ -126,12 +125,6 @@ def _attend_rows(
 
 
 @triton.jit
-def _ranges(blocks, SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr):
-    """Ranges that so many key blocks are cut into; programs of further ones have nothing to do."""
-    return tl.maximum(tl.minimum(SPLITS, (blocks + MIN_BLOCKS - 1) // MIN_BLOCKS), 1)
-
-
-@triton.jit
 def _attend_kernel(
     q, k, v, k_pages, v_pages, table, length, position, ancestors, row_offset, sinks, out, partial, stats,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
@@ -176,7 +169,7 @@ def _attend_kernel(
         where = tl.load(position + row, mask=inside, other=2**31 - 1).to(tl.int32)
         oldest = tl.minimum(tl.maximum(tl.min(where, 0) - WINDOW + 1, 0) // BLOCK_N, context)
     blocks = context - oldest + (count + BLOCK_N - 1) // BLOCK_N
-    ranges = _ranges(blocks, SPLITS, MIN_BLOCKS)
+    ranges = key_ranges(blocks, SPLITS, MIN_BLOCKS)
     first = oldest + blocks * split // ranges
     end = oldest + blocks * (split + 1) // ranges
     table_row = table + slot * PAGES
@@ -234,53 +227,6 @@ def _attend_kernel(
         tl.store(stats + at_stats, top, mask=inside)
         tl.store(stats + SPLITS * ROWS * HEADS + at_stats, total, mask=inside)
         tl.store(partial + split.to(tl.int64) * (ROWS * HEADS * DIM) + at, acc, mask=cover)
-
-
-@triton.jit
-def _combine_kernel(
-    partial, stats, length, row_offset, out,
-    ROWS: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr, BLOCK_SLOTS: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    vector = tl.program_id(0)
-    row = vector // HEADS
-    dim = tl.arange(0, BLOCK_D)
-    used = row < tl.load(row_offset + SLOTS)
-    ranges = SPLITS
-    if WINDOW == 0:
-        slots = tl.arange(0, BLOCK_SLOTS)
-        first = tl.load(row_offset + slots, mask=slots < SLOTS, other=0).to(tl.int32)
-        end = tl.load(row_offset + slots + 1, mask=slots < SLOTS, other=0).to(tl.int32)
-        committed = tl.load(length + slots, mask=slots < SLOTS, other=0).to(tl.int32)
-        blocks = (committed + BLOCK_N - 1) // BLOCK_N + (end - first + BLOCK_N - 1) // BLOCK_N
-        blocks = tl.sum(tl.where((first <= row) & (row < end), blocks, 0), 0)
-        ranges = _ranges(blocks, SPLITS, MIN_BLOCKS)
-    wait(PDL)
-    release(PDL)
-    top, total = _read_stats(stats, tl.arange(0, BLOCK_S), vector, used, ranges, ROWS * HEADS, SPLITS)
-    highest = tl.max(top, 0)
-    whole = tl.where(used, tl.sum(tl.exp2(top - highest) * total, 0), 1.0)
-    result = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, ranges, CHUNK):
-        split = start + tl.arange(0, CHUNK)
-        part_top, part_total = _read_stats(stats, split, vector, used, ranges, ROWS * HEADS, SPLITS)
-        written = used & (split < ranges)
-        if WINDOW > 0:  # ranges with nothing to do have written no sum
-            written = written & (part_total != 0)
-        place = partial + (split * (ROWS * HEADS) + vector)[:, None].to(tl.int64) * DIM + dim[None, :]
-        sums = tl.load(place, mask=written[:, None] & (dim < DIM)[None, :], other=0.0)
-        result += tl.sum(sums * tl.exp2(part_top - highest)[:, None], 0)
-    tl.store(out + vector * DIM + dim, (result / whole).to(out.dtype.element_ty), mask=dim < DIM)
-
-
-@triton.jit
-def _read_stats(stats, split, vector, used, ranges, VECTORS: tl.constexpr, SPLITS: tl.constexpr):
-    """Maxima and denominators that the given ranges found for a vector."""
-    at = split * VECTORS + vector
-    top = tl.load(stats + at, mask=used & (split < ranges), other=LOWEST)
-    total = tl.load(stats + SPLITS * VECTORS + at, mask=used & (split < ranges), other=0.0)
-    return top, total
 
 
 @torch.library.custom_op("flashtree::tree_attention", mutates_args=())
@@ -345,7 +291,7 @@ def tree_attention(
         block_s = triton.next_power_of_2(splits)
         chunk = max(1, min(block_s, COMBINED // tile.block_d))
         launch(
-            _combine_kernel, (R * Hq,),
+            combine_kernel, (R * Hq,),
             partial, stats, length, row_offset, out, ROWS=R, SLOTS=slots, HEADS=Hq, DIM=D, WINDOW=window, SPLITS=splits,
             BLOCK_N=tile.block_n, MIN_BLOCKS=tile.min_blocks, BLOCK_SLOTS=triton.next_power_of_2(slots),
             BLOCK_S=block_s, BLOCK_D=tile.block_d, CHUNK=chunk, num_warps=max(1, min(4, chunk * tile.block_d // 1024)),

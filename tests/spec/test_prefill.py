@@ -171,7 +171,9 @@ def test_many_prompts_begin_at_once(tiny_targets, tiny_drafters, monkeypatch, la
     alone = build(tiny_targets, tiny_drafters, "ngram", "best_first", "none", slots=1)
     monkeypatch.setattr(engine.readback, "lag", lag)  # 1: as on a GPU
     pushed, most = engine.readback.push, []
-    monkeypatch.setattr(engine.readback, "push", lambda owners: (pushed(owners), most.append(len(engine.readback))))
+    monkeypatch.setattr(
+        engine.readback, "push", lambda *owners, **how: (pushed(*owners, **how), most.append(len(engine.readback)))
+    )
     prompts = [random.Random(n).choices(range(97), k=1 + n % 7) for n in range(45)]
     sizes = [1 + n % 5 for n in range(45)]
     wanted = [alone.generate([ids], max_new_tokens=n)[0] for ids, n in zip(prompts, sizes, strict=True)]
