@@ -32,6 +32,8 @@ def _sum_add_norm_kernel(
     inside = i < H
     kind = tl.pointer_type(x.dtype.element_ty)
     gain = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row * H + i, mask=inside, other=0.0)  # the launch before has written the addend
+    own = tl.load(mailboxes + RANK)
     wait(PDL)
     part = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):
@@ -46,7 +48,6 @@ def _sum_add_norm_kernel(
         flag = (tl.load(mailboxes + peer) + FLAGS).to(tl.pointer_type(tl.int32)) + row * WORLD + RANK
         tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
     release(PDL)
-    own = tl.load(mailboxes + RANK)
     for peer in tl.static_range(WORLD):
         flag = (own + FLAGS).to(tl.pointer_type(tl.int32)) + row * WORLD + peer
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
@@ -58,7 +59,6 @@ def _sum_add_norm_kernel(
     for peer in tl.static_range(WORLD):
         theirs = tl.multiple_of((own + (half + peer * ROWS + row) * (H * 4)).to(kind), 16)
         added += tl.load(theirs + i, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-    value = tl.load(x + row * H + i, mask=inside, other=0.0)
     # As one after the other: the sum is rounded, then the addition.
     value = (value.to(tl.float32) + added.to(value.dtype).to(tl.float32)).to(value.dtype)
     tl.store(total + row * H + i, value, mask=inside)
@@ -102,7 +102,7 @@ class Mailboxes:
 
         Args:
             addend: [splits, R, H], this process's share; R at most that of `epochs`.
-            x: [R, H], the same in all processes.
+            x: [R, H], the same in all processes; not written by the launch right before.
             weight: [H] of the norm.
             eps: of the norm.
 
