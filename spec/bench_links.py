@@ -44,20 +44,20 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """What connects GPUs, as its makers state it.
+    """What connects GPUs, as NCCL counts it when it chooses how to do a collective.
 
     Attributes:
-        hop_us: what a hop takes longer than over NVLink. NCCL's own model (src/graph/tuning.cc, protocol LL, ring):
-            1.0 us over PCIe, 0.6 over NVLink.
-        gigabytes: 1e9 bytes a second and direction of one GPU.
+        hop_us: what a hop takes longer than over NVLink: 1.0 us over PCIe less 0.47 (protocol LL, ring; hwLat in NCCL's
+            src/graph/tuning.cc at 01afd20a77b5).
+        gigabytes: 1e9 bytes a second and direction of one GPU, below one host bridge or switch: NCCL's topology logs
+            (24.0 in NVIDIA/nccl-tests#100, 48.0 in NVIDIA/nccl#1189; across sockets 10.0 in NVIDIA/nccl-tests#307).
     """
 
     hop_us: float
     gigabytes: float
 
 
-# Of 31.5 and 63 GB/s on the wire, what copies between GPUs below one switch reach.
-PCIE = {"PCIe 4.0 x16": Link(hop_us=0.4, gigabytes=25.0), "PCIe 5.0 x16": Link(hop_us=0.4, gigabytes=50.0)}
+PCIE = {"PCIe 4.0 x16": Link(hop_us=0.53, gigabytes=24.0), "PCIe 5.0 x16": Link(hop_us=0.53, gigabytes=48.0)}
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

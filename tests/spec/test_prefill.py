@@ -181,3 +181,27 @@ def test_many_prompts_begin_at_once(tiny_targets, tiny_drafters, monkeypatch, la
     assert [out.token_ids for out in got] == [out.token_ids for out in wanted]
     assert [out.stats.per_step_accepted for out in got] == [out.stats.per_step_accepted for out in wanted]
     assert max(most) == (RING - 1 if lag else 1)
+
+
+def test_the_device_has_its_next_round_before_anything_is_looked_at(tiny_targets, tiny_drafters, monkeypatch):
+    """As on a GPU: the first round goes out before the first token is read, and a call ends without reading the last."""
+    engine = build(tiny_targets, tiny_drafters, "ngram", "best_first", "none", slots=2)
+    monkeypatch.setattr(engine.readback, "lag", 1)
+    monkeypatch.setattr(engine, "runs_ahead", True)
+    done = []
+    for owner, name in ((engine.prefiller, "run"), (engine, "launch"), (engine.readback, "pop")):
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, call=call, name=name: (done.append(name), call(*a))[1])
+    for ids in (prompt(5), prompt(9)):  # the second one begins behind a round that came to nothing
+        want = build(tiny_targets, tiny_drafters, "ngram", "best_first", "none").generate([ids], max_new_tokens=8)
+        done.clear()
+        got = engine.generate([ids], max_new_tokens=8)
+        assert got[0].token_ids == want[0].token_ids
+        rounds = len(got[0].stats.per_step_accepted)
+        assert done[:4] == ["run", "launch", "pop", "launch"]
+        assert (
+            done.count("launch") == rounds + 1 and done.count("pop") == rounds + 1
+        )  # the first token; not the last round
+    done.clear()
+    engine.generate([prompt(5), prompt(9)], max_new_tokens=1)
+    assert done[:3] == ["run", "run", "launch"]
