@@ -184,7 +184,7 @@ def test_many_prompts_begin_at_once(tiny_targets, tiny_drafters, monkeypatch, la
 
 
 def test_the_device_has_its_next_round_before_anything_is_looked_at(tiny_targets, tiny_drafters, monkeypatch):
-    """As on a GPU: the first round goes out before the first token is read, and a call ends without reading the last."""
+    """As on a GPU: the first round goes out before the first token is read, and no call waits for its last round."""
     engine = build(tiny_targets, tiny_drafters, "ngram", "best_first", "none", slots=2)
     monkeypatch.setattr(engine.readback, "lag", 1)
     monkeypatch.setattr(engine, "runs_ahead", True)
