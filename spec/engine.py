@@ -260,14 +260,20 @@ class Engine:
             self._steps[key] = compile_step(step, self._mode)
         return self._steps[key]
 
+    def has_step(self, active: int, plain: bool, greedy: bool) -> bool:
+        """Whether `launch` has nothing to compile first."""
+        return self.eager or (self._rows(active, plain), plain, greedy) in self._steps
+
+    def _rows(self, active: int, plain: bool) -> int:
+        return size_for(self.state.slots, active) * (1 if plain else self.nodes)
+
     def launch(self, active: int, bound: int, plain: bool, greedy: bool) -> None:
         """Start a round of so many active slots; the other arguments as in `step`."""
-        nodes = 1 if plain else self.nodes
         with torch.profiler.record_function(ROUND):
             if self.eager:
-                self.step(active * nodes, min(bound, self.capacity), plain, greedy)
+                self.step(active * (1 if plain else self.nodes), min(bound, self.capacity), plain, greedy)
             else:
-                self.compiled_step(size_for(self.state.slots, active) * nodes, plain, greedy)()
+                self.compiled_step(self._rows(active, plain), plain, greedy)()
 
     def generate(
         self,

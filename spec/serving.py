@@ -7,7 +7,7 @@ request's tokens that of `running.py`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from .readback import Round
@@ -36,10 +36,14 @@ def serve(engine: Engine, requests: Sequence[Request], plain: bool) -> Generator
         yield from _Serving(engine, requests, plain).run()
     finally:
         # A layout's other processes may still read this one's memory; a round of one process ends unseen.
-        engine.readback.end(wait=engine.target.layout is not None)
+        engine.readback.end(wait=engine.from_first is not None)
         for slot in range(engine.state.slots):
             engine.state.retire(slot)
         engine.busy = False
+
+
+def _greedy(running: Iterable[Running]) -> bool:
+    return all(live.greedy for live in running)
 
 
 class _Serving:
@@ -78,7 +82,8 @@ class _Serving:
     def _admit(self, idle: list[int]) -> Iterator[tuple[int, Piece]]:
         """Look at everything that was launched, then put the next requests into idle slots.
 
-        First tokens are looked at while the device goes on, like rounds.
+        First tokens are looked at while the device goes on, like rounds; at once where there is nothing to go on with,
+        or where its step would have to be compiled first.
         """
         engine = self.engine
         yield from self._look_at_late()
@@ -89,7 +94,9 @@ class _Serving:
             self.running[slot] = Running.start(index, request, engine, self.plain)
             engine.prefill(slot, request, self.plain)
             engine.readback.push({slot: index}, first=True)
-        if not engine.runs_ahead:
+        running = self.running.values()
+        over = all(live.request.max_new_tokens == 1 for live in running)
+        if over or not engine.runs_ahead or not engine.has_step(len(running), self.plain, _greedy(running)):
             yield from self._look_at(0)
 
     def _launch(self) -> Iterator[tuple[int, Piece]]:
@@ -99,7 +106,7 @@ class _Serving:
             return
         unseen = (len(engine.readback) + (self.late is not None)) * (engine.state.depth + 1)
         bound = max(live.committed for live in running.values()) + unseen
-        engine.launch(len(running), bound, self.plain, all(live.greedy for live in running.values()))
+        engine.launch(len(running), bound, self.plain, _greedy(running.values()))
         engine.readback.push({slot: live.index for slot, live in running.items()})
 
     def _make_room(self) -> Iterator[tuple[int, Piece]]:

@@ -19,13 +19,10 @@ def _add_norm_kernel(
     i = tl.arange(0, BLOCK)
     inside = i < H
     gain = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
-    if SPLITS > 0:  # what the launch before wrote is the addend
-        value = tl.load(x + row * H + i, mask=inside, other=0.0)
     wait(PDL)
     release(PDL)
-    if SPLITS == 0:
-        value = tl.load(x + row * H + i, mask=inside, other=0.0)
-    else:
+    value = tl.load(x + row * H + i, mask=inside, other=0.0)
+    if SPLITS > 0:
         added = tl.zeros([BLOCK], tl.float32)
         for split in tl.static_range(SPLITS):
             added += tl.load(addend + (split * R + row) * H + i, mask=inside, other=0.0).to(tl.float32)
@@ -43,7 +40,7 @@ def add_norm(x: Tensor, addend: Tensor | None, weight: Tensor, eps: float) -> li
     """total = x + sum(addend), normed = norm(total).
 
     Args:
-        x: [R, H], the residual stream; with an addend, not written by the launch right before.
+        x: [R, H], the residual stream.
         addend: [splits, R, H], what is to be added to it, or None.
         weight: [H] of the norm.
         eps: of the norm.

@@ -30,11 +30,15 @@ MAX_WIDTH = 160  # rows a slot that `tree_attention` is used for
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelPlan:
-    """Attention through `tree_attention`: masks stay bits, the context stays in its pages."""
+    """Attention through `tree_attention`: masks stay bits, the context stays in its pages.
+
+    The tensors are copies made when the forward begins: the kernel reads them before it waits for the launch before it.
+    """
 
     position: Tensor
     ancestors: Tensor
     row_offset: Tensor
+    length: Tensor
     width: int
     window: int
     splits: int
@@ -43,7 +47,7 @@ class KernelPlan:
         """See `DensePlan.attend`; a context is needed. Fresh K/V is read where the scratch holds it, without a copy."""
         assert layer is not None
         out: Tensor = tree_attention(
-            q, layer.scratch_k, layer.scratch_v, layer.k, layer.v, layer.table, layer.length, self.position,
+            q, layer.scratch_k, layer.scratch_v, layer.k, layer.v, layer.table, self.length, self.position,
             self.ancestors, self.row_offset, self.width, scale, self.window, self.splits, None,
         )  # fmt: skip
         return out
@@ -67,10 +71,10 @@ class TritonBackend(Reference):
             window=window or 0, itemsize=first.k.element_size(),
         )  # fmt: skip
         bits = rows.ancestors if ancestors is None else ancestors
-        position, bits, row_offset = freeze([rows.position, bits, rows.row_offset])
+        position, bits, row_offset, length = freeze([rows.position, bits, rows.row_offset, cache.length])
         return KernelPlan(
-            position=position, ancestors=bits, row_offset=row_offset, width=rows.width, window=window or 0,
-            splits=splits,
+            position=position, ancestors=bits, row_offset=row_offset, length=length, width=rows.width,
+            window=window or 0, splits=splits,
         )  # fmt: skip
 
     def reads_bound(self, width: int) -> bool:

@@ -14,12 +14,12 @@ from torch import Tensor
 from .launch import launch, release, wait
 
 BLOCK = 1024
-MOST_VALUES = 3
+MOST_VALUES = 4
 
 
 @triton.jit
 def _copy_kernel(
-    first, second, third, to_first, to_second, to_third, size, second_size, third_size,
+    first, second, third, fourth, to_first, to_second, to_third, to_fourth, size, second_size, third_size, fourth_size,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -29,13 +29,15 @@ def _copy_kernel(
         tl.store(to_first + i, tl.load(first + i, mask=i < size, other=0), mask=i < size)
     elif tl.program_id(0) == 1:
         tl.store(to_second + i, tl.load(second + i, mask=i < second_size, other=0), mask=i < second_size)
-    else:
+    elif tl.program_id(0) == 2:
         tl.store(to_third + i, tl.load(third + i, mask=i < third_size, other=0), mask=i < third_size)
+    else:
+        tl.store(to_fourth + i, tl.load(fourth + i, mask=i < fourth_size, other=0), mask=i < fourth_size)
 
 
 @torch.library.custom_op("flashtree::freeze", mutates_args=())
 def freeze(values: list[Tensor]) -> list[Tensor]:
-    """Contiguous copies of up to three values, in one launch."""
+    """Contiguous copies of up to four values, in one launch."""
     if not 1 <= len(values) <= MOST_VALUES:
         raise ValueError(f"freeze takes 1 to {MOST_VALUES} values, got {len(values)}")
     values = [value.contiguous() for value in values]

@@ -1,8 +1,9 @@
 """Launching kernels with programmatic dependent launch: the next kernel is set up while this one still runs.
 
 A kernel calls `wait` before it touches its predecessor's results and `release`, never before that, when its successor
-may be scheduled. So whatever was written before the predecessor is there from the start, and is better read before
-`wait`, where it costs no time; what is written comes behind it, since the predecessor may still read what was there.
+may be scheduled. So parameters, and what an operator further back has written, can be read before `wait`, where it
+costs no time. Not what the compiler's own kernels write: it moves them to just before their first reader. All writing
+comes behind `wait`, since the predecessor may still read what was there.
 Neither the compiler's own templates nor `triton_op` can ask for such launches, so operators that use it are opaque
 custom ops. The interpreter (tests without a GPU) knows none of it.
 """

@@ -29,15 +29,15 @@ def _one_row_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     squares = tl.zeros((BLOCK_K,), dtype=tl.float32)
-    # What the launch before has not written is on its way before that one's results are waited for.
+    # Weights do not depend on the kernel before: the first of them are on their way before its results are waited for.
     w = tl.load(w_tile, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
     if HAS_BIAS:
         bias = tl.load(bias_ptr + n, mask=n_in, other=0.0).to(tl.float32)
         if SWIGLU:
             bias_up = tl.load(bias_ptr + n_out + n, mask=n_in, other=0.0).to(tl.float32)
+    wait(PDL)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + n, mask=n_in, other=0.0).to(tl.float32)
-    wait(PDL)
     for start in tl.range(0, K, BLOCK_K, num_stages=1):
         if start > 0:
             if K % BLOCK_K == 0:
@@ -98,7 +98,7 @@ def one_row_linear(
         weight: [N, K] contiguous; with `swiglu` the gate's rows, then the up projection's, [2 N, K].
         bias: [N] (or [2 N]), or None.
         norm: RMS norm weight [K] applied to x first, or None.
-        residual: [1, N] added at the end, not written by the launch right before; or None.
+        residual: [1, N] added at the end, or None.
         eps: of the norm.
         swiglu: silu(gate) * up.
 

@@ -20,14 +20,14 @@ def _rotary_kernel(
     half: tl.constexpr = D // 2
     i = tl.arange(0, BLOCK)
     inside = i < half
-    cos = tl.load(cos_ptr + row * half + i, mask=inside, other=0.0)
-    sin = tl.load(sin_ptr + row * half + i, mask=inside, other=0.0)
     if HAS_NORM:
         weight = tl.where(head < HQ, q_norm_ptr.to(tl.int64), k_norm_ptr.to(tl.int64)).to(q_norm_ptr.dtype)
         low_weight = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
         high_weight = tl.load(weight + half + i, mask=inside, other=0.0).to(tl.float32)
     wait(PDL)
     release(PDL)
+    cos = tl.load(cos_ptr + row * half + i, mask=inside, other=0.0)
+    sin = tl.load(sin_ptr + row * half + i, mask=inside, other=0.0)
     low = tl.zeros([BLOCK], tl.float32)
     high = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):

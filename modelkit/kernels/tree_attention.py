@@ -133,7 +133,7 @@ def _attend_kernel(
     BLOCK_D: tl.constexpr, STAGES: tl.constexpr, MIN_BLOCKS: tl.constexpr, ONE_TILE: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # All but q, k and v is older than the launch before, so it is read before that one's results are waited for.
+    # Rows and lengths were made long before, see `KernelPlan`: they are read before the launch before is waited for.
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     PRECISION: tl.constexpr = "ieee" if q.dtype.element_ty == tl.float32 else "tf32"
@@ -244,7 +244,8 @@ def tree_attention(
         k_pages: [P, Hkv, page_size, D], the context's keys, contiguous.
         v_pages: [P, Hkv, page_size, D], its values, contiguous.
         table: int64 [S + 1, pages a slot], contiguous.
-        length: int64 [S + 1], committed positions.
+        length: int64 [S + 1], committed positions. Like `table`, `position` and `row_offset`, not written by the launch
+            right before.
         position: int64 [R], read with a window only.
         ancestors: int32 [R, W], bit j: sees row `row_offset[slot] + j`. A row sees itself whatever its bits say.
         row_offset: int64 [S + 1]; rows from `row_offset[S]` on are padding.

@@ -32,9 +32,9 @@ def _sum_add_norm_kernel(
     inside = i < H
     kind = tl.pointer_type(x.dtype.element_ty)
     gain = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(x + row * H + i, mask=inside, other=0.0)  # the launch before has written the addend
     own = tl.load(mailboxes + RANK)
     wait(PDL)
+    value = tl.load(x + row * H + i, mask=inside, other=0.0)
     part = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):
         part += tl.load(addend + (split * R + row) * H + i, mask=inside, other=0.0).to(tl.float32)
@@ -102,7 +102,7 @@ class Mailboxes:
 
         Args:
             addend: [splits, R, H], this process's share; R at most that of `epochs`.
-            x: [R, H], the same in all processes; not written by the launch right before.
+            x: [R, H], the same in all processes.
             weight: [H] of the norm.
             eps: of the norm.
 

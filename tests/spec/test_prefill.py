@@ -204,4 +204,26 @@ def test_the_device_has_its_next_round_before_anything_is_looked_at(tiny_targets
         )  # the first token; not the last round
     done.clear()
     engine.generate([prompt(5), prompt(9)], max_new_tokens=1)
-    assert done[:3] == ["run", "run", "launch"]
+    assert done == ["run", "run", "pop", "pop"]  # nothing to go on with
+
+
+def test_a_step_that_is_not_compiled_does_not_keep_the_first_token(tiny_targets, tiny_drafters, monkeypatch):
+    replace_compiler(monkeypatch, None)
+    engine = build(tiny_targets, tiny_drafters, "ngram", "best_first", "default")
+    monkeypatch.setattr(engine.readback, "lag", 1)
+    monkeypatch.setattr(engine, "runs_ahead", True)
+    compiled, seen = engine.compiled_step, []
+    monkeypatch.setattr(engine, "compiled_step", lambda *a: (seen.append("round"), compiled(*a))[1])
+    for order in (["piece", "round"], ["round", "piece"]):  # the second time it is there
+        seen.clear()
+        for piece in engine.stream(prompt(5), max_new_tokens=6):
+            seen += ["piece"] if piece.token_ids else []
+        assert seen[:2] == order
+
+
+def test_only_processes_of_a_layout_wait_for_the_last_round(tiny_targets, tiny_drafters, monkeypatch):
+    engine, waited = build(tiny_targets, tiny_drafters, "ngram", "best_first", "none"), []
+    end = engine.readback.end
+    monkeypatch.setattr(engine.readback, "end", lambda wait: (waited.append(wait), end(wait))[1])
+    engine.generate([prompt(5)], max_new_tokens=2)
+    assert waited == [False]
