@@ -114,3 +114,22 @@ def test_a_layer_compiles(compiled, shape, rows):
     assert {"_attend_kernel", "combine_kernel", "_rotary_kernel", "_add_norm_kernel", "_copy_kernel"} <= names
     for name, made in compiled:
         assert made is not None and made.metadata.shared <= SHARED_BYTES, (name, made.metadata.shared)
+
+
+def test_attention_is_given_copies_of_rows_and_lengths(compiled, monkeypatch):
+    """It reads them before it waits for the launch before, which may be a kernel of the compiler that writes them."""
+    from modelkit.cache import KVCache
+    from modelkit.kernels import backend
+    from modelkit.rows import chain
+
+    cache = KVCache(layers=1, heads=1, head_dim=64, slots=1, capacity=32, scratch=4, dtype=torch.bfloat16)
+    one = torch.ones(1, dtype=torch.int64)
+    rows = chain(token=torch.zeros(1, 4, dtype=torch.int64), start=one, count=4 * one, rows=4, bound=8)
+    plan = backend.TritonBackend().plan(rows, cache, None, group=1, dtype=torch.bfloat16)
+    given: list[Any] = []
+    monkeypatch.setattr(backend, "tree_attention", lambda *arguments: given.extend(arguments))
+    fresh = torch.zeros(4, 1, 64, dtype=torch.bfloat16)
+    plan.attend(fresh, fresh, fresh, cache.view(0), 1.0)
+    live = (rows.position, rows.row_offset, rows.ancestors, cache.length)
+    addresses = [value.data_ptr() for value in given if isinstance(value, torch.Tensor)]
+    assert len(addresses) == 10 and not {value.data_ptr() for value in live} & set(addresses)
