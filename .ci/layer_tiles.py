@@ -10,16 +10,16 @@ replay, the best of three captures: single captures differ by up to 3 %.
 from __future__ import annotations
 
 import argparse
-import functools
+import json
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from modelkit.backend import make_backend
-from modelkit.config import ModelConfig, read_json
+from modelkit.config import read_json
 from modelkit.kernels import few_rows, linear
-from modelkit.layers import fuse_projections
-from modelkit.loading import build_on_meta, random_weights
+from modelkit.loading import load_model
 from modelkit.model import Transformer
 from modelkit.rows import chain
 from spec.sources import shape_file
@@ -46,18 +46,14 @@ def build(shape: str, shards: int, layers: int) -> Transformer:
     raw = read_json(file) | {"num_hidden_layers": layers, "vocab_size": VOCABULARY}
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         raw[name] //= shards
-    model = build_on_meta(lambda: Transformer(ModelConfig.from_dict(raw, shape)))
-    assert isinstance(model, Transformer)
-    random_weights(model, dtype=torch.bfloat16, device=torch.device("cuda"), seed=0)
-    if model.config.tie_word_embeddings:
-        model.tie()
-    fuse_projections(model)
-    model.prepare()
-    model.backend = make_backend("triton", torch.device("cuda"))
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps(raw), encoding="utf-8")
+        model = load_model(config, device="cuda", kernels="triton", random_seed=0)
     if shards > 1:  # as behind a sum: the addition is left to the next norm
         for block in model.layers:
-            block.self_attn.leave = block.mlp.leave = lambda x: x  # type: ignore[union-attr]
-    return model.eval()
+            block.self_attn.leave = block.mlp.leave = lambda x: x
+    return model
 
 
 @torch.no_grad()
@@ -118,8 +114,8 @@ def main() -> None:
                     found.append((replay_us(step), tuple(tile)))
                 except Exception as error:  # more shared memory than there is
                     print(f"  {name} {tuple(tile)}: {str(error)[:80]}")
-            best = functools.reduce(lambda text, item: f"{text}; {item[0]:.1f} {item[1]}", sorted(found)[:6], "")
-            print(f"  {name} {key[:2]}{best}", flush=True)
+            best = "; ".join(f"{us:.1f} {tile}" for us, tile in sorted(found)[:6])
+            print(f"  {name} {key[:2]}: {best}", flush=True)
 
 
 if __name__ == "__main__":

@@ -82,11 +82,15 @@ class Attention(nn.Module):
     def project_context(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """K (before rotation) and V [.., Hkv, D] of rows [.., H], by the same weights as `project`."""
         if self.qkv_proj is not None:
-            first = self.heads * self.dim
-            bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[first:]
-            return self.split_context(F.linear(x, self.qkv_proj.weight[first:], bias))
+            return self.split_context(F.linear(x, *self.context_weights()))
         k, v = (p(x).view(*x.shape[:-1], -1, self.dim) for p in (self.k_proj, self.v_proj))
         return self._normed(k, self.k_norm), v
+
+    def context_weights(self) -> tuple[Tensor, Tensor | None]:
+        """Weight [2 * Hkv * D, H] and bias of K and V side by side, out of the fused projection."""
+        assert self.qkv_proj is not None, "fuse() was not called"
+        first, bias = self.heads * self.dim, self.qkv_proj.bias
+        return self.qkv_proj.weight[first:], None if bias is None else bias[first:]
 
     def split_context(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         """`project_context` out of what the fused weights gave [.., 2 * Hkv * D]."""

@@ -86,7 +86,7 @@ class Transformer(nn.Module):
     @property
     def attention(self) -> Attention:
         """Of the first layer here; all are alike."""
-        return first_attention(self.layers, self.own)
+        return attentions(self.layers, self.own)[0]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -207,8 +207,11 @@ def entering(embedded: Tensor, enter: Border | None, stage: Stage | None) -> Str
     return Stream(x=x if stage is None else stage.enter(x))
 
 
-def first_attention(layers: nn.ModuleList, own: range) -> Attention:
-    """Attention of the first layer of this process."""
-    block = layers[own.start]
-    assert isinstance(block, Block)
-    return block.self_attn
+def attentions(layers: nn.ModuleList, own: range) -> list[Attention]:
+    """Of the layers of this process."""
+    found = []
+    for index in own:
+        block = layers[index]
+        assert isinstance(block, Block)
+        found.append(block.self_attn)
+    return found

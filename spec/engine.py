@@ -265,15 +265,17 @@ class Engine:
         return self.eager or (self._rows(active, plain), plain, greedy) in self._steps
 
     def _rows(self, active: int, plain: bool) -> int:
-        return size_for(self.state.slots, active) * (1 if plain else self.nodes)
+        slots = active if self.eager else size_for(self.state.slots, active)
+        return slots * (1 if plain else self.nodes)
 
     def launch(self, active: int, bound: int, plain: bool, greedy: bool) -> None:
         """Start a round of so many active slots; the other arguments as in `step`."""
+        rows = self._rows(active, plain)
         with torch.profiler.record_function(ROUND):
             if self.eager:
-                self.step(active * (1 if plain else self.nodes), min(bound, self.capacity), plain, greedy)
+                self.step(rows, min(bound, self.capacity), plain, greedy)
             else:
-                self.compiled_step(self._rows(active, plain), plain, greedy)()
+                self.compiled_step(rows, plain, greedy)()
 
     def generate(
         self,

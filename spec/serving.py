@@ -72,7 +72,6 @@ class _Serving:
                 yield from self._admit(idle)
             if self.running:
                 yield from self._launch()
-            yield from self._look_at_late()
             while len(readback) > readback.lag:
                 yield from self._look_at_late()
                 self.late = readback.pop()

@@ -157,3 +157,14 @@ def tiny_drafters(tmp_path_factory: pytest.TempPathFactory, tiny_targets: dict[s
         config = DRAFTER | {"num_target_layers": TARGETS[name]["num_hidden_layers"]}
         folders[name] = _save(root / name, config, _random_weights(_drafter_shapes(config), 100 + seed))
     return folders
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, int], None]:
+    """as_on_a_gpu(engine, lag); 1: as compiled on a GPU, where tokens are looked at while the next rounds run."""
+
+    def prepare(engine: Any, lag: int) -> None:
+        monkeypatch.setattr(engine.readback, "lag", lag)
+        monkeypatch.setattr(engine, "runs_ahead", lag > 0)
+
+    return prepare

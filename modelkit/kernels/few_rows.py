@@ -76,9 +76,10 @@ def padded(rows: int) -> int:
     return int(max(16, triton.next_power_of_2(rows)))
 
 
-def _out_shape(x: Tensor, weight: Tensor, swiglu: bool) -> tuple[int, int, int]:
+def _cut(x: Tensor, weight: Tensor, swiglu: bool) -> tuple[Tile, int]:
+    """The tile, and N."""
     n_out = weight.shape[0] // 2 if swiglu else weight.shape[0]
-    return choose_tile(padded(x.shape[0]), n_out, weight.shape[1], swiglu).splits, x.shape[0], n_out
+    return choose_tile(padded(x.shape[0]), n_out, weight.shape[1], swiglu), n_out
 
 
 @torch.library.custom_op("flashtree::few_rows_linear", mutates_args=())
@@ -94,32 +95,28 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, swiglu: bool
     Returns:
         fp32 [splits, R, N], to be summed over the first dimension; with `swiglu` [1, R, N] of x's dtype.
     """
-    splits, rows, n_out = _out_shape(x, weight, swiglu)
-    k = weight.shape[1]
-    block_r = padded(rows)
-    tile = choose_tile(block_r, n_out, k, swiglu)
-    y = torch.empty(splits, rows, n_out, dtype=x.dtype if swiglu else torch.float32, device=x.device)
-    grid = (triton.cdiv(n_out, tile.block_n), splits)
+    (tile, n_out), (rows, k) = _cut(x, weight, swiglu), x.shape
+    y = torch.empty(tile.splits, rows, n_out, dtype=x.dtype if swiglu else torch.float32, device=x.device)
+    grid = (triton.cdiv(n_out, tile.block_n), tile.splits)
     unused = weight if bias is None else bias
+    constants = {
+        "K": k, "SWIGLU": swiglu, "HAS_BIAS": bias is not None, "BLOCK_R": padded(rows), "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k, "num_warps": 4,
+    }  # fmt: skip
     if tile.stages == 0:
-        launch(
-            small_few_rows_kernel, grid, x, weight, unused, y, rows, n_out,
-            K=k, BLOCKS=triton.cdiv(triton.cdiv(k, tile.block_k), splits), SWIGLU=swiglu, HAS_BIAS=bias is not None,
-            BLOCK_R=block_r, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=4,
-        )  # fmt: skip
+        blocks = triton.cdiv(triton.cdiv(k, tile.block_k), tile.splits)
+        launch(small_few_rows_kernel, grid, x, weight, unused, y, rows, n_out, BLOCKS=blocks, **constants)
         return y
+    x_tiles = TensorDescriptor.from_tensor(x, [padded(rows), tile.block_k])
+    w_tiles = TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k])
     launch(
-        few_rows_kernel, grid,
-        TensorDescriptor.from_tensor(x, [block_r, tile.block_k]),
-        TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
-        unused, y, rows, n_out,
-        K=k, SPLITS=splits, SWIGLU=swiglu, HAS_BIAS=bias is not None,
-        BLOCK_R=block_r, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages, num_warps=4,
+        few_rows_kernel, grid, x_tiles, w_tiles, unused, y, rows, n_out, SPLITS=tile.splits, STAGES=tile.stages,
+        **constants,
     )  # fmt: skip
     return y
 
 
 @few_rows_linear.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, swiglu: bool) -> Tensor:
-    shape = _out_shape(x, weight, swiglu)
-    return x.new_empty(shape, dtype=x.dtype if swiglu else torch.float32)
+    tile, n_out = _cut(x, weight, swiglu)
+    return x.new_empty(tile.splits, x.shape[0], n_out, dtype=x.dtype if swiglu else torch.float32)

@@ -18,6 +18,11 @@ MOST_VALUES = 4
 
 
 @triton.jit
+def _copy(source, to, i, size):
+    tl.store(to + i, tl.load(source + i, mask=i < size, other=0), mask=i < size)
+
+
+@triton.jit
 def _copy_kernel(
     first, second, third, fourth, to_first, to_second, to_third, to_fourth, size, second_size, third_size, fourth_size,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -26,13 +31,13 @@ def _copy_kernel(
     wait(PDL)
     release(PDL)
     if tl.program_id(0) == 0:
-        tl.store(to_first + i, tl.load(first + i, mask=i < size, other=0), mask=i < size)
+        _copy(first, to_first, i, size)
     elif tl.program_id(0) == 1:
-        tl.store(to_second + i, tl.load(second + i, mask=i < second_size, other=0), mask=i < second_size)
+        _copy(second, to_second, i, second_size)
     elif tl.program_id(0) == 2:
-        tl.store(to_third + i, tl.load(third + i, mask=i < third_size, other=0), mask=i < third_size)
+        _copy(third, to_third, i, third_size)
     else:
-        tl.store(to_fourth + i, tl.load(fourth + i, mask=i < fourth_size, other=0), mask=i < fourth_size)
+        _copy(fourth, to_fourth, i, fourth_size)
 
 
 @torch.library.custom_op("flashtree::freeze", mutates_args=())

@@ -14,7 +14,7 @@ from modelkit.backend import Plan, Reference, Stream
 from modelkit.borders import Border, Stage
 from modelkit.cache import KVCache
 from modelkit.layers import Attention, Block, RMSNorm, fuse_projections
-from modelkit.model import entering, first_attention
+from modelkit.model import attentions, entering
 from modelkit.rope import rotary_angles, rotate
 from modelkit.rows import Rows, chain
 
@@ -62,15 +62,10 @@ class DFlashModel(nn.Module):
     def fuse(self) -> None:
         """One projection instead of several within the layers, and a copy of their weights for the context of all."""
         fuse_projections(self)
-        linears = [(attention, attention.qkv_proj) for attention in self._attentions()]
-        self.context_weight = torch.cat([proj.weight[a.heads * a.dim :] for a, proj in linears if proj is not None])
-        biases = [proj.bias[a.heads * a.dim :] for a, proj in linears if proj is not None and proj.bias is not None]
+        parts = [attention.context_weights() for attention in attentions(self.layers, self.own)]
+        biases = [bias for _, bias in parts if bias is not None]
+        self.context_weight = torch.cat([weight for weight, _ in parts])
         self.context_bias = torch.cat(biases) if biases else None
-
-    def _attentions(self) -> list[Attention]:
-        """Of the layers here."""
-        blocks = [self.layers[index] for index in self.own]
-        return [block.self_attn for block in blocks if isinstance(block, Block)]
 
     def prepare(self) -> None:
         """Make what is computed rather than loaded."""
@@ -94,12 +89,12 @@ class DFlashModel(nn.Module):
         position = (cache.length[:-1, None] + torch.arange(width, device=count.device)).flatten()
         cos, sin = self._angles(position)
         page, offset = cache.destination(count, width)
-        attentions = self._attentions()
+        own = attentions(self.layers, self.own)
         if self.context_weight is None:
-            pairs = [attention.project_context(context) for attention in attentions]
+            pairs = [attention.project_context(context) for attention in own]
         else:
-            parts = F.linear(context, self.context_weight, self.context_bias).chunk(len(attentions), -1)
-            pairs = [attention.split_context(part) for attention, part in zip(attentions, parts, strict=True)]
+            parts = F.linear(context, self.context_weight, self.context_bias).chunk(len(own), -1)
+            pairs = [attention.split_context(part) for attention, part in zip(own, parts, strict=True)]
         for layer, (k, v) in enumerate(pairs):
             k = rotate(k, cos, sin)
             k, v = (heads.view(slots, width, *heads.shape[1:]) for heads in (k, v))
@@ -137,7 +132,7 @@ class DFlashModel(nn.Module):
     @property
     def attention(self) -> Attention:
         """Of the first layer here; all are alike."""
-        return first_attention(self.layers, self.own)
+        return attentions(self.layers, self.own)[0]
 
     @property
     def windows(self) -> tuple[int | None, ...]:

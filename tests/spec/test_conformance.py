@@ -240,16 +240,10 @@ def test_a_request_is_admitted_without_waiting(case, lab, monkeypatch):
     assert waits.found == ["copy_", "index_put_"], "PyTorch assigns in another way now"
 
 
-def as_on_a_gpu(engine, lag, monkeypatch):
-    """1: as compiled on a GPU, where a round's tokens are looked at while the next ones run."""
-    monkeypatch.setattr(engine.readback, "lag", lag)
-    monkeypatch.setattr(engine, "runs_ahead", lag > 0)
-
-
 @pytest.mark.parametrize("lag", [0, 1])
-def test_more_prompts_than_slots(case, lag, monkeypatch):
+def test_more_prompts_than_slots(case, lag, as_on_a_gpu):
     """Ragged prompts that end at different times; each comes out as it does alone, its acceptance too."""
-    as_on_a_gpu(case.engine, lag, monkeypatch)
+    as_on_a_gpu(case.engine, lag)
     prompts = [LONG, *(prompt(n, seed=5) for n in (2, 35, 3, 17, 9, 1))]
     texts = [case.greedy(ids, 12) for ids in prompts]
     ends = {stop: {len(cut(text, [stop])[0]) for text in texts} for stop in range(97)}
@@ -272,8 +266,8 @@ class Bytes:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_streamed_text(case, lag, monkeypatch):
-    as_on_a_gpu(case.engine, lag, monkeypatch)
+def test_streamed_text(case, lag, monkeypatch, as_on_a_gpu):
+    as_on_a_gpu(case.engine, lag)
     monkeypatch.setattr(case.engine, "tokenizer", Bytes())
     expected = case.greedy(MIDDLE, 20)
     text = Bytes().decode(expected)

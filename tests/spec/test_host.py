@@ -128,12 +128,10 @@ def test_tokens_of_the_oracle(oracle, draft, tree, build):
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_drafts_that_break_the_rule_end_nothing(oracle, lag, build, monkeypatch):
+def test_drafts_that_break_the_rule_end_nothing(oracle, lag, build, as_on_a_gpu):
     """Rows that will not be accepted may be left without a token, or with nonsense."""
     engine = build("self", "best_first", {"host_processors": [strict]})
-    # 1: as compiled on a GPU, where a round's tokens are looked at while the next ones run.
-    monkeypatch.setattr(engine.readback, "lag", lag)
-    monkeypatch.setattr(engine, "runs_ahead", lag > 0)
+    as_on_a_gpu(engine, lag)
     outs = engine.generate(PROMPTS, max_new_tokens=14, seed=7, temperature=1.0)
     assert [out.token_ids for out in outs] == [oracle(ids, 14, {"temperature": 1.0}, 7) for ids in PROMPTS]
 

@@ -183,11 +183,12 @@ def test_many_prompts_begin_at_once(tiny_targets, tiny_drafters, monkeypatch, la
     assert max(most) == (RING - 1 if lag else 1)
 
 
-def test_the_device_has_its_next_round_before_anything_is_looked_at(tiny_targets, tiny_drafters, monkeypatch):
+def test_the_device_has_its_next_round_before_anything_is_looked_at(
+    tiny_targets, tiny_drafters, monkeypatch, as_on_a_gpu
+):
     """As on a GPU: the first round goes out before the first token is read, and no call waits for its last round."""
     engine = build(tiny_targets, tiny_drafters, "ngram", "best_first", "none", slots=2)
-    monkeypatch.setattr(engine.readback, "lag", 1)
-    monkeypatch.setattr(engine, "runs_ahead", True)
+    as_on_a_gpu(engine, 1)
     done = []
     for owner, name in ((engine.prefiller, "run"), (engine, "launch"), (engine.readback, "pop")):
         call = getattr(owner, name)
@@ -199,19 +200,19 @@ def test_the_device_has_its_next_round_before_anything_is_looked_at(tiny_targets
         assert got[0].token_ids == want[0].token_ids
         rounds = len(got[0].stats.per_step_accepted)
         assert done[:4] == ["run", "launch", "pop", "launch"]
-        assert (
-            done.count("launch") == rounds + 1 and done.count("pop") == rounds + 1
-        )  # the first token; not the last round
+        assert done.count("launch") == rounds + 1
+        assert done.count("pop") == rounds + 1  # the first token; not the last round
     done.clear()
     engine.generate([prompt(5), prompt(9)], max_new_tokens=1)
     assert done == ["run", "run", "pop", "pop"]  # nothing to go on with
 
 
-def test_a_step_that_is_not_compiled_does_not_keep_the_first_token(tiny_targets, tiny_drafters, monkeypatch):
+def test_a_step_that_is_not_compiled_does_not_keep_the_first_token(
+    tiny_targets, tiny_drafters, monkeypatch, as_on_a_gpu
+):
     replace_compiler(monkeypatch, None)
     engine = build(tiny_targets, tiny_drafters, "ngram", "best_first", "default")
-    monkeypatch.setattr(engine.readback, "lag", 1)
-    monkeypatch.setattr(engine, "runs_ahead", True)
+    as_on_a_gpu(engine, 1)
     compiled, seen = engine.compiled_step, []
     monkeypatch.setattr(engine, "compiled_step", lambda *a: (seen.append("round"), compiled(*a))[1])
     for order in (["piece", "round"], ["round", "piece"]):  # the second time it is there

@@ -201,12 +201,10 @@ def test_a_processor_on_every_row(user_module, tiny_targets, tiny_drafters):
 
 @pytest.mark.parametrize("sampling", [{"name": "greedy"}, {"temperature": 1.0}, {"temperature": 0.0}])
 @pytest.mark.parametrize("lag", [0, 1])
-def test_nan_logits_are_an_error(sampling, lag, tiny_targets, tiny_drafters, monkeypatch):
+def test_nan_logits_are_an_error(sampling, lag, tiny_targets, tiny_drafters, monkeypatch, as_on_a_gpu):
     """In the middle of the text, of one request of three; the engine goes on afterwards."""
     engine = build(tiny_targets, tiny_drafters, "ngram", "best_first", sampling)
-    # 1: as compiled on a GPU, where a round's tokens are looked at while the next ones run.
-    monkeypatch.setattr(engine.readback, "lag", lag)
-    monkeypatch.setattr(engine, "runs_ahead", lag > 0)
+    as_on_a_gpu(engine, lag)
     expected = engine.generate(PROMPTS[:1], max_new_tokens=9, seed=1)[0].token_ids
     head = engine.target.head
 
