@@ -10,7 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .attention import DensePlan
 from .borders import FusedSum
@@ -20,6 +20,7 @@ from .rope import rotary_angles, rotate
 from .rows import Rows
 
 if TYPE_CHECKING:
+    from .context import ContextHeads
     from .layers import MLP, Attention, RMSNorm
 
 Angles = tuple[Tensor, Tensor]
@@ -101,6 +102,31 @@ class Reference:
         """The stream with the output projection of [R, Hq * D] added."""
         out = linear(mixed, attention.o_proj)
         return Stream(x=stream.x + (out if attention.leave is None else attention.leave(out)))
+
+    def normed_linear(self, x: Tensor, layer: nn.Linear, norm: RMSNorm) -> Tensor:
+        """norm(layer(x)) of rows [R, K], [R, N]."""
+        normed: Tensor = norm(layer(x))
+        return normed
+
+    def append_context(self, x: Tensor, heads: ContextHeads, count: Tensor, cache: KVCache) -> None:
+        """Write K and V of context rows behind the committed lengths, in all layers, and lengthen them.
+
+        Args:
+            x: [S, P, H], what the heads project.
+            heads: of the cache's layers.
+            count: int64 [S], how many of a slot's P rows are real; what does not fit is dropped.
+            cache: whose context they are.
+        """
+        slots, width = x.shape[:2]
+        position = (cache.length[:-1, None] + torch.arange(width, device=x.device)).flatten()
+        angles = rotary_angles(heads.frequencies, heads.factor, position, x.dtype)
+        page, offset = cache.destination(count, width)
+        k, v = heads.project(x.flatten(0, 1))
+        k = rotate(k.flatten(1, 2), *angles).view_as(k)
+        k, v = (both.view(slots, width, *both.shape[1:]) for both in (k, v))
+        for layer in range(heads.layers):
+            cache.append(layer, k[:, :, layer], v[:, :, layer], page, offset)
+        cache.advance(count)
 
     def commit(self, cache: KVCache, path: Tensor, count: Tensor) -> None:
         """See `KVCache.commit`."""

@@ -21,6 +21,13 @@ def linear(x: Tensor, layer: nn.Linear) -> Tensor:
     return F.linear(x, layer.weight, layer.bias)
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, in fp32 (arXiv 1910.07467); the weight is broadcast."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
     """cap * tanh(logits / cap), or the logits themselves."""
     return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -14,11 +14,11 @@ from .backend import Angles, Plan, Reference, Stream
 from .borders import Border
 from .cache import KVCache
 from .config import ModelConfig
-from .functional import linear
+from .functional import linear, rms_norm
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, in fp32 (arXiv 1910.07467)."""
+    """`rms_norm` with a weight of its own."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -27,10 +27,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., size] -> [.., size]."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        scaled: Tensor = self.weight * wide.to(x.dtype)
-        return scaled
+        return rms_norm(x, self.weight, self.eps)
 
 
 def fuse_linear(parts: list[nn.Linear]) -> nn.Linear:
@@ -82,8 +79,10 @@ class Attention(nn.Module):
     def project_context(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """K (before rotation) and V [.., Hkv, D] of rows [.., H], by the same weights as `project`."""
         if self.qkv_proj is not None:
-            return self.split_context(F.linear(x, *self.context_weights()))
-        k, v = (p(x).view(*x.shape[:-1], -1, self.dim) for p in (self.k_proj, self.v_proj))
+            k, v = F.linear(x, *self.context_weights()).chunk(2, -1)
+        else:
+            k, v = self.k_proj(x), self.v_proj(x)
+        k, v = (heads.view(*x.shape[:-1], -1, self.dim) for heads in (k, v))
         return self._normed(k, self.k_norm), v
 
     def context_weights(self) -> tuple[Tensor, Tensor | None]:
@@ -91,11 +90,6 @@ class Attention(nn.Module):
         assert self.qkv_proj is not None, "fuse() was not called"
         first, bias = self.heads * self.dim, self.qkv_proj.bias
         return self.qkv_proj.weight[first:], None if bias is None else bias[first:]
-
-    def split_context(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """`project_context` out of what the fused weights gave [.., 2 * Hkv * D]."""
-        heads = projected.view(*projected.shape[:-1], -1, self.dim)
-        return self._normed(heads[..., : self.kv_heads, :], self.k_norm), heads[..., self.kv_heads :, :]
 
     @staticmethod
     def _normed(heads: Tensor, norm: RMSNorm | None) -> Tensor:

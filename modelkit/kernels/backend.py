@@ -15,6 +15,7 @@ from ..cache import KVCache, LayerView
 from ..rows import Rows
 from .add_norm import add_norm
 from .commit import commit_rows
+from .context import append_context
 from .few_rows import few_rows_linear, fits
 from .freeze import freeze
 from .linear import one_row_linear
@@ -23,6 +24,7 @@ from .top_candidates import MAX_CANDIDATES, top_candidates
 from .tree_attention import choose_splits, tree_attention
 
 if TYPE_CHECKING:
+    from ..context import ContextHeads
     from ..layers import MLP, Attention, RMSNorm
 
 MAX_WIDTH = 160  # rows a slot that `tree_attention` is used for
@@ -127,6 +129,26 @@ class TritonBackend(Reference):
     def attention_output(self, attention: Attention, mixed: Tensor, stream: Stream) -> Stream:
         """One row: projection and residual in one kernel. Several: the addition is left to the next norm."""
         return added(stream, mixed, attention.o_proj, attention.leave)
+
+    def normed_linear(self, x: Tensor, layer: nn.Linear, norm: RMSNorm) -> Tensor:
+        """The norm's kernel sums what the projection's splits made."""
+        if getattr(layer, "leave", None) is not None or not fits(x, layer.weight):
+            return super().normed_linear(x, layer, norm)
+        normed: Tensor = add_norm(None, few_rows_linear(x, layer.weight, layer.bias, False), norm.weight, norm.eps)[1]
+        return normed
+
+    def append_context(self, x: Tensor, heads: ContextHeads, count: Tensor, cache: KVCache) -> None:
+        """One projection and one kernel for all layers. Plans read the length, so attention comes after the writes."""
+        rows = x.flatten(0, 1)
+        if fits(rows, heads.weight):
+            projected = few_rows_linear(rows, heads.weight, heads.bias, False)
+        else:
+            projected = F.linear(rows, heads.weight, heads.bias)[None]
+        kept = append_context(
+            projected, count, cache.length, cache.table, cache.addresses, cache.layer(0).k, heads.norms,
+            heads.frequencies, heads.eps, heads.factor, cache.capacity,
+        )  # fmt: skip
+        cache.advance(kept)
 
     def commit(self, cache: KVCache, path: Tensor, count: Tensor) -> None:
         """All layers in one launch."""

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import TRITON_TYPES
+
 
 @triton.jit
 def _commit_kernel(
@@ -31,9 +33,6 @@ def _commit_kernel(
         tl.store(pages + page * page_stride + head * head_stride + offset * D + d, value, mask=inside)
 
 
-_TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
 @torch.library.custom_op("flashtree::commit_rows", mutates_args={"done"})
 def commit_rows(done: Tensor, table: Tensor, path: Tensor, page: Tensor, offset: Tensor, sample: Tensor) -> None:
     """Copy rows of every layer.
@@ -50,7 +49,7 @@ def commit_rows(done: Tensor, table: Tensor, path: Tensor, page: Tensor, offset:
     _commit_kernel[(path.numel(), table.shape[0])](
         table, path.contiguous(), page, offset, heads * page_size * dim, page_size * dim,
         HKV=heads, D=dim, BLOCK=triton.next_power_of_2(heads * dim),
-        DTYPE=_TRITON_TYPES[sample.dtype], num_warps=4,
+        DTYPE=TRITON_TYPES[sample.dtype], num_warps=4,
     )  # fmt: skip
 
 

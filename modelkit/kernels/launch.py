@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
 
 @functools.cache
 def dependent_launch() -> bool:

@@ -7,15 +7,14 @@ Per layer the same k/v weights serve context features and block tokens; context 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modelkit.backend import Plan, Reference, Stream
 from modelkit.borders import Border, Stage
 from modelkit.cache import KVCache
+from modelkit.context import ContextHeads
 from modelkit.layers import Attention, Block, RMSNorm, fuse_projections
 from modelkit.model import attentions, entering
-from modelkit.rope import rotary_angles, rotate
 from modelkit.rows import Rows, chain
 
 from .dflash_config import DFlashConfig
@@ -47,8 +46,7 @@ class DFlashModel(nn.Module):
         self.layers = nn.ModuleList(Block(model) for _ in range(model.num_hidden_layers))
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
         self.register_buffer("inverse_frequencies", None, persistent=False)
-        self.register_buffer("context_weight", None, persistent=False)
-        self.register_buffer("context_bias", None, persistent=False)
+        self.context: ContextHeads | None = None
         self.backend = Reference()
         self.own = range(model.num_hidden_layers)
         self.enter: Border | None = None
@@ -56,25 +54,18 @@ class DFlashModel(nn.Module):
         self.stage: Stage | None = None
 
     inverse_frequencies: Tensor
-    context_weight: Tensor | None
-    context_bias: Tensor | None
 
     def fuse(self) -> None:
         """One projection instead of several within the layers, and a copy of their weights for the context of all."""
         fuse_projections(self)
-        parts = [attention.context_weights() for attention in attentions(self.layers, self.own)]
-        biases = [bias for _, bias in parts if bias is not None]
-        self.context_weight = torch.cat([weight for weight, _ in parts])
-        self.context_bias = torch.cat(biases) if biases else None
+        rope, own = self.config.model.rope, attentions(self.layers, self.own)
+        frequencies = rope.inverse_frequencies(self.config.model.head_dim).to(self.fc.weight.device)
+        self.context = ContextHeads(own, frequencies, rope.attention_factor)
 
     def prepare(self) -> None:
         """Make what is computed rather than loaded."""
         frequencies = self.config.model.rope.inverse_frequencies(self.config.model.head_dim)
         self.inverse_frequencies = frequencies.to(self.fc.weight.device)
-
-    def _angles(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        rope = self.config.model.rope
-        return rotary_angles(self.inverse_frequencies, rope.attention_factor, position, self.fc.weight.dtype)
 
     def ingest(self, features: Tensor, count: Tensor, cache: KVCache) -> None:
         """Append the context K/V of committed rows to the drafter's cache.
@@ -84,22 +75,10 @@ class DFlashModel(nn.Module):
             count: int64 [S], how many of the P are real.
             cache: the drafter's own; its length advances by `count`.
         """
+        assert self.context is not None, "fuse() was not called"
         slots, width = features.shape[:2]
-        context = self.hidden_norm(self.fc(features)).flatten(0, 1)
-        position = (cache.length[:-1, None] + torch.arange(width, device=count.device)).flatten()
-        cos, sin = self._angles(position)
-        page, offset = cache.destination(count, width)
-        own = attentions(self.layers, self.own)
-        if self.context_weight is None:
-            pairs = [attention.project_context(context) for attention in own]
-        else:
-            parts = F.linear(context, self.context_weight, self.context_bias).chunk(len(own), -1)
-            pairs = [attention.split_context(part) for attention, part in zip(own, parts, strict=True)]
-        for layer, (k, v) in enumerate(pairs):
-            k = rotate(k, cos, sin)
-            k, v = (heads.view(slots, width, *heads.shape[1:]) for heads in (k, v))
-            cache.append(layer, k, v, page, offset)
-        cache.advance(count)
+        x = self.backend.normed_linear(features.flatten(0, 1), self.fc, self.hidden_norm)
+        self.backend.append_context(x.view(slots, width, -1), self.context, count, cache)
 
     def forward(self, embedded: Tensor, rows: Rows, bidirectional: Tensor, cache: KVCache) -> Tensor:
         """Run the block.

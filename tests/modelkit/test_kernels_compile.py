@@ -34,7 +34,7 @@ def compiled(monkeypatch) -> Iterator[list[tuple[str, Any]]]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from modelkit.kernels import add_norm, few_rows, freeze, linear, rotary, top_candidates, tree_attention
+    from modelkit.kernels import add_norm, context, few_rows, freeze, linear, rotary, top_candidates, tree_attention
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found: list[tuple[str, Any]] = []
@@ -50,7 +50,7 @@ def compiled(monkeypatch) -> Iterator[list[tuple[str, Any]]]:
     )
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(driver, "_active", device, create=True))
-        for module in (add_norm, few_rows, freeze, linear, rotary, top_candidates, tree_attention):
+        for module in (add_norm, context, few_rows, freeze, linear, rotary, top_candidates, tree_attention):
             patches.enter_context(mock.patch.object(module, "launch", launch))
         yield found
 
@@ -58,6 +58,7 @@ def compiled(monkeypatch) -> Iterator[list[tuple[str, Any]]]:
 def run_layer(rows: int, hidden: int, heads: int, kv_heads: int, dim: int, inner: int, context: int = 8192) -> None:
     """Everything that a layer of so many rows launches, with and without what is optional."""
     from modelkit.kernels.add_norm import add_norm
+    from modelkit.kernels.context import append_context
     from modelkit.kernels.few_rows import few_rows_linear
     from modelkit.kernels.freeze import freeze
     from modelkit.kernels.linear import one_row_linear
@@ -81,6 +82,7 @@ def run_layer(rows: int, hidden: int, heads: int, kv_heads: int, dim: int, inner
         partial = few_rows_linear(x, weight, empty(n_out), False)
         if n_out == hidden:
             add_norm(empty(rows, hidden), partial, norm, 1e-5)
+            add_norm(None, partial, norm, 1e-5)
     x, weight = empty(rows, hidden), empty(2 * inner, hidden)
     if rows == 1:
         one_row_linear(x, weight, None, norm, None, 1e-5, True)
@@ -102,6 +104,11 @@ def run_layer(rows: int, hidden: int, heads: int, kv_heads: int, dim: int, inner
                 empty(rows, heads, dim), k, v, pages, pages, whole(2, 1), whole(2), whole(rows),
                 whole(rows, 2, dtype=torch.int32), whole(2), rows, dim**-0.5, window, ranges, None,
             )  # fmt: skip
+    for split, weights in ((1, None), (3, empty(2, dim))):
+        projected = empty(split, rows, 4 * kv_heads * dim, dtype=torch.float32)
+        append_context(
+            projected, whole(1), whole(2), whole(2, 1), whole(4, 2), pages, weights, angles[0], 1e-5, 1.0, context
+        )
     freeze([whole(rows), whole(rows, 2, dtype=torch.int32), whole(2)])
     top_candidates(empty(rows, 1000), 8)
 
@@ -111,7 +118,14 @@ def run_layer(rows: int, hidden: int, heads: int, kv_heads: int, dim: int, inner
 def test_a_layer_compiles(compiled, shape, rows):
     run_layer(rows, *SHAPES[shape])
     names = {name for name, _ in compiled}
-    assert {"_attend_kernel", "combine_kernel", "_rotary_kernel", "_add_norm_kernel", "_copy_kernel"} <= names
+    assert {
+        "_append_kernel",
+        "_attend_kernel",
+        "combine_kernel",
+        "_rotary_kernel",
+        "_add_norm_kernel",
+        "_copy_kernel",
+    } <= names
     for name, made in compiled:
         assert made is not None and made.metadata.shared <= SHARED_BYTES, (name, made.metadata.shared)
 

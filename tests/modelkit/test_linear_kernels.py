@@ -1,4 +1,5 @@
-"""The Triton kernels around attention against fp64: linear layers, norm, rotary embedding; on a GPU and interpreted.
+"""The Triton kernels around attention against fp64: linear layers, norms, rotary embedding, context rows; on a GPU and
+interpreted.
 
 The interpreter runs in a process of its own (this file as a script), because Triton reads TRITON_INTERPRET when it is
 imported; it is wrong for bf16, so fp32 stands in for that.
@@ -82,6 +83,62 @@ def add_norm(dtype, device, rows, hidden, splits):
     return apart if addend is None else max(apart, distance(total, wanted))
 
 
+def norm_of_sum(dtype, device, rows, hidden, splits):
+    from modelkit.kernels.add_norm import add_norm as kernel
+
+    weight = 1 + draw(3, dtype, device)(hidden) / 4
+    addend = draw(4, torch.float32, device)(splits, rows, hidden)
+    total, normed = kernel(None, addend, weight, EPS)
+    assert not total.numel() and normed.dtype == dtype
+    return distance(normed, norm(addend.double().sum(0), weight.double()))
+
+
+def turn(heads: Tensor, angle: Tensor) -> Tensor:
+    low, high = heads.chunk(2, -1)
+    return torch.cat([low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()], -1)
+
+
+def append(dtype, device, width, counts, lengths, dim=24, layers=2, kv_heads=2, page=8, splits=1, normed=True):
+    from modelkit.cache import KVCache
+    from modelkit.kernels.context import append_context
+
+    slots, capacity = len(counts), 30
+    with torch.device(device):
+        cache = KVCache(
+            layers=layers, heads=kv_heads, head_dim=dim, slots=slots, capacity=capacity, scratch=1, page_size=page,
+            dtype=dtype,
+        )  # fmt: skip
+    generator = torch.Generator().manual_seed(11)
+    cache.set_table(torch.randperm(cache.table.numel(), generator=generator).view(cache.table.shape))
+    cache.length[:-1] = torch.tensor(lengths)
+    part = draw(12, torch.float32 if splits > 1 else dtype, device)
+    projected = part(splits, slots * width, layers * 2 * kv_heads * dim)
+    gain = 1 + draw(13, dtype, device)(layers, dim) / 4 if normed else None
+    frequencies = torch.rand(dim // 2, generator=generator).to(device)
+    for layer in cache.all_layers():
+        layer.k.fill_(7.0)
+        layer.v.fill_(7.0)
+    count = torch.tensor(counts, device=device)
+    kept = append_context(
+        projected, count, cache.length, cache.table, cache.addresses, cache.layer(0).k, gain, frequencies, EPS, 0.9,
+        capacity,
+    )  # fmt: skip
+    assert kept.tolist() == counts
+    rows = projected.double().sum(0).view(slots, width, layers, 2, kv_heads, dim)
+    wanted = torch.full((layers, 2, *cache.layer(0).k.shape), 7.0, dtype=torch.float64, device=device)
+    for slot, (new, length) in enumerate(zip(counts, lengths, strict=True)):
+        for step in range(min(new, capacity - length)):
+            k, v = rows[slot, step].unbind(1)
+            position = length + step
+            k = norm(k, gain.double()[:, None]) if gain is not None else k
+            place = (cache.table[slot, position // page], slice(None), position % page)
+            wanted[:, 0][:, *place] = 0.9 * turn(k, position * frequencies.double())
+            wanted[:, 1][:, *place] = v
+    found = torch.stack([torch.stack([layer.k, layer.v]) for layer in cache.all_layers()])
+    assert torch.equal(found == 7, wanted == 7), "rows of nobody were written, or some are missing"
+    return distance(found[found != 7].double(), wanted[wanted != 7])
+
+
 def rotary(dtype, device, rows, heads, kv_heads, dim, splits=1, qk_norm=True):
     from modelkit.kernels.rotary import rotary_store
 
@@ -98,11 +155,8 @@ def rotary(dtype, device, rows, heads, kv_heads, dim, splits=1, qk_norm=True):
     if qk_norm:
         gain = torch.cat([w.double().expand(n, dim) for w, n in zip(weights, (heads, kv_heads), strict=True)])
         both = norm(both, gain)
-    low, high = both.chunk(2, -1)
-    cos, sin = angle.double().cos()[:, None], angle.double().sin()[:, None]
-    turned = torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
     found = torch.cat([q, k[:rows], v[:rows]], 1)
-    return distance(found, torch.cat([turned, value], 1))
+    return distance(found, torch.cat([turn(both, angle.double()[:, None]), value], 1))
 
 
 def freeze(dtype, device, sizes):
@@ -132,6 +186,10 @@ SMALL: dict[str, Case] = {
     "norm": (add_norm, {"rows": 3, "hidden": 576, "splits": 0}),
     "add_norm": (add_norm, {"rows": 3, "hidden": 576, "splits": 1}),
     "add_norm_splits": (add_norm, {"rows": 5, "hidden": 40, "splits": 3}),
+    "norm_of_sum": (norm_of_sum, {"rows": 3, "hidden": 40, "splits": 3}),
+    "append": (append, {"width": 5, "counts": [3], "lengths": [6]}),
+    "append_splits": (append, {"width": 4, "counts": [0, 4, 3], "lengths": [9, 28, 0], "splits": 3, "normed": False}),
+    "append_many": (append, {"width": 70, "counts": [29], "lengths": [0], "page": 32}),
     "rotary": (rotary, {"rows": 3, "heads": 4, "kv_heads": 2, "dim": 24}),
     "rotary_splits": (rotary, {"rows": 3, "heads": 3, "kv_heads": 1, "dim": 64, "splits": 3, "qk_norm": False}),
     "freeze": (freeze, {"sizes": ((5, 3), (2,), (40, 60))}),
