@@ -28,14 +28,23 @@ VOCABULARY, CAPTURES, REPLAYS = 2048, 3, 40
 ONE_ROW = [(4, 512, 2), (4, 1024, 4), (4, 2048, 4), (2, 1024, 4), (2, 1024, 2), (2, 2048, 4), (1, 2048, 4)]
 
 
-def several_rows(k: int, swiglu: bool) -> list[few_rows.Tile]:
-    """Tiles worth trying for K columns."""
+def several_rows(rows: int, k: int, swiglu: bool) -> list[few_rows.Tile]:
+    """Tiles worth trying for so many rows and K columns."""
+    blocks = [block for block in (16, 32, 64) if block <= few_rows.padded(rows)]
     if swiglu:
-        tiles = [(64, 64, 4), (64, 64, 6), (64, 128, 3), (64, 128, 4), (32, 128, 4), (16, 128, 0)]
-        return [few_rows.Tile(*tile, 1) for tile in tiles if tile[2] or k <= few_rows.SMALL_COLUMNS_SWIGLU]
+        tiles = [
+            few_rows.Tile(*tile, 1) for tile in ((64, 64, 4), (64, 64, 6), (64, 128, 3), (64, 128, 4), (32, 128, 4))
+        ]
+        small = [few_rows.Tile(n, 128, 0, 1, block) for n in (16, 32) for block in blocks]
+        return tiles + (small if k <= few_rows.SMALL_COLUMNS_SWIGLU else [])
     cuts = [few_rows.Tile(64, step, stages, n) for step, stages in ((64, 6), (128, 4)) for n in (1, 2, 3, 4, 6, 8)]
-    whole = [few_rows.Tile(n, step, 0, -(-k // step)) for n in (32, 64) for step in (64, 128, 256)]
-    return [tile for tile in cuts if tile.splits * tile.block_k <= k] + (whole if k <= few_rows.SMALL_COLUMNS else [])
+    small = [
+        few_rows.Tile(n, step, 0, -(-k // step), block)
+        for n in (16, 32, 64)
+        for step in (64, 128, 256)
+        for block in blocks
+    ]
+    return [tile for tile in cuts if tile.splits * tile.block_k <= k] + (small if k <= few_rows.SMALL_COLUMNS else [])
 
 
 def build(shape: str, shards: int, layers: int) -> Transformer:
@@ -107,7 +116,7 @@ def main() -> None:
         print(f"{rows} rows: {replay_us(step):.1f} us as it is", flush=True)
         for name, key in projections.items():
             found = []
-            for tile in ONE_ROW if rows == 1 else several_rows(key[1], key[2]):
+            for tile in ONE_ROW if rows == 1 else several_rows(rows, key[1], key[2]):
                 few_rows.choose_tile = lambda r, *shape, tile=tile, key=key: tile if shape == key else rule(r, *shape)
                 linear.tile = lambda *shape, tile=tile, key=key: tile if shape == key else one_rule(*shape)
                 try:

@@ -244,4 +244,4 @@ class Lane(KVCache):
         """Lengthen the slot, here and in the whole cache; `count` is int64 [1]."""
         super().advance(count)
         entry = torch.arange(self.whole.length.shape[0], device=count.device)  # not index_add_: 13 kernels
-        self.whole.length.copy_(torch.where(entry == self.slot, self.length[0], self.whole.length))
+        self.whole.length += torch.where(entry == self.slot, count, 0)

@@ -207,12 +207,8 @@ class Engine:
 
     def admit(self, slot: int, request: Request) -> Tensor:
         """Put a request into an idle slot; its prompt, int64 [P], on the device. Only launches."""
-        prompt = torch.tensor(request.prompt_ids)
-        if self.target.device.type == "cuda":  # from pageable memory the copy would wait for all that was launched
-            prompt = prompt.pin_memory().to(self.target.device, non_blocking=True)
         limit = min(len(request.prompt_ids) + request.max_new_tokens, self.capacity)
-        self.state.admit(slot, prompt, limit, request.stop_ids, request.sampling)
-        return prompt
+        return self.state.admit(slot, request.prompt_ids, limit, request.stop_ids, request.sampling)
 
     def warm_up(
         self,

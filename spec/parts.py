@@ -220,8 +220,7 @@ def furnish(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
     assert len(prompts) == engine.state.slots and len(set(map(len, prompts))) == 1
     state, length = engine.state, len(prompts[0])
     for slot, request in enumerate(_endless(engine, prompts)):
-        ids = torch.tensor(request.prompt_ids, device=engine.target.device)
-        state.admit(slot, ids, engine.capacity, request.stop_ids, request.sampling)
+        ids = state.admit(slot, request.prompt_ids, engine.capacity, request.stop_ids, request.sampling)
         engine.drafter.reset(slot)
         state.tokens[slot, length] = state.anchor[slot] = ids[-1]  # for the token that a prefill emits
     state.total[:] = length + 1

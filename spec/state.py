@@ -104,31 +104,36 @@ class RoundState(nn.Module):
         )  # fmt: skip
 
     def admit(
-        self, slot: int, prompt: Tensor, limit: int, stop_ids: list[int], sampling: SamplingParams | None = None
-    ) -> None:
-        """Put a request into an idle slot (host side, between rounds).
+        self, slot: int, prompt: list[int], limit: int, stop_ids: list[int], sampling: SamplingParams | None = None
+    ) -> Tensor:
+        """Put a request into an idle slot (host side, between rounds). Few launches: the device waits for them.
 
         Args:
             slot: which.
-            prompt: int64 [P], P <= capacity - 1.
+            prompt: at most capacity - 1 token ids.
             limit: most tokens, prompt included.
             stop_ids: at most M ids that end the request.
             sampling: how to choose its tokens; None is greedy.
+
+        Returns:
+            The prompt on the device, int64 [P].
         """
-        if len(stop_ids) > self.max_stop_ids:
+        missing = self.max_stop_ids - len(stop_ids)
+        if missing < 0:
             raise ValueError(f"{len(stop_ids)} stop ids; at most {self.max_stop_ids} are possible")
         self.cache.reset(slot)
-        self.tokens[slot, : prompt.shape[0]] = prompt
-        # Filled, here and below: an assigned number is copied to the device, and the host waits for that.
-        for tensor, number in (
-            (self.total, prompt.shape[0]), (self.prompt, prompt.shape[0]), (self.limit, limit), (self.stop_ids, -1),
-            (self.reason, RUNNING), (self.pending_count, 0),
-        ):  # fmt: skip
-            tensor[slot].fill_(number)
-        for number, token in enumerate(stop_ids):
-            self.stop_ids[slot, number].fill_(token)
-        self.sampling.admit(slot, sampling or SamplingParams(), prompt)
-        self.active[slot].fill_(True)
+        numbers = [len(prompt), len(prompt), limit, RUNNING, 0]
+        fields = (self.total, self.prompt, self.limit, self.reason, self.pending_count)
+        packed = torch.tensor([*numbers, *stop_ids, *[-1] * missing, *prompt])
+        if self.total.device.type == "cuda":  # from pageable memory the copy would wait for all that was launched
+            packed = packed.pin_memory()
+        packed = packed.to(self.total.device, non_blocking=True)
+        given = torch.split(packed, [*[1] * len(fields), self.max_stop_ids, len(prompt)])
+        places = [field[slot : slot + 1] for field in fields]
+        torch._foreach_copy_([*places, self.stop_ids[slot], self.tokens[slot, : len(prompt)]], given)
+        self.sampling.admit(slot, sampling or SamplingParams(), given[-1])
+        self.active[slot].fill_(True)  # an assigned number would be copied to the device, and the host wait for that
+        return given[-1]
 
     def rewind(self, slot: int) -> None:
         """Have a request that was just admitted begin at its prompt's first token, the rest of it ahead (host side).

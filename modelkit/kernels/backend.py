@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..layers import MLP, Attention, RMSNorm
 
 MAX_WIDTH = 160  # rows a slot that `tree_attention` is used for
+MAX_FIRST_WIDTH = 256  # where nothing is committed yet
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,8 @@ class TritonBackend(Reference):
         ancestors: Tensor | None = None,
     ) -> Plan:  # fmt: skip
         """Nothing to prepare but the split count; a forward without a cache (`score`) runs densely."""
-        if cache is None or self.reads_bound(rows.width):
+        first_chunk = rows.bound == 0 and rows.width <= MAX_FIRST_WIDTH
+        if cache is None or (self.reads_bound(rows.width) and not first_chunk):
             return super().plan(rows, cache, window, group=group, dtype=dtype, ancestors=ancestors)
         first = cache.layer(0)
         splits = choose_splits(

@@ -22,7 +22,7 @@ def combine_kernel(
     partial, stats, length, row_offset, out,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr, BLOCK_SLOTS: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program a query vector; how many ranges there are it works out as the first kernel did, or reads off them."""
     vector = tl.program_id(0)
@@ -40,26 +40,23 @@ def combine_kernel(
         ranges = key_ranges(blocks, SPLITS, MIN_BLOCKS)
     wait(PDL)
     release(PDL)
-    top, total = _read_stats(stats, tl.arange(0, BLOCK_S), vector, used, ranges, ROWS * HEADS, SPLITS)
-    highest = tl.max(top, 0)
-    whole = tl.where(used, tl.sum(tl.exp2(top - highest) * total, 0), 1.0)
+    top = tl.full([], LOWEST, tl.float32)
+    whole = tl.zeros([], tl.float32)
     result = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, ranges, CHUNK):
+    for start in range(0, ranges, CHUNK):  # all loads of a chunk at once, none waits for another
         split = start + tl.arange(0, CHUNK)
-        part_top, part_total = _read_stats(stats, split, vector, used, ranges, ROWS * HEADS, SPLITS)
+        at = split * (ROWS * HEADS) + vector
         written = used & (split < ranges)
-        if WINDOW > 0:  # ranges with nothing to do have written no sum
-            written = written & (part_total != 0)
-        place = partial + (split * (ROWS * HEADS) + vector)[:, None].to(tl.int64) * DIM + dim[None, :]
+        tops = tl.load(stats + at, mask=written, other=LOWEST)
+        totals = tl.load(stats + SPLITS * (ROWS * HEADS) + at, mask=written, other=0.0)
+        place = partial + at[:, None].to(tl.int64) * DIM + dim[None, :]
         sums = tl.load(place, mask=written[:, None] & (dim < DIM)[None, :], other=0.0)
-        result += tl.sum(sums * tl.exp2(part_top - highest)[:, None], 0)
+        if WINDOW > 0:  # ranges with nothing to do have written no sum
+            sums = tl.where((totals != 0)[:, None], sums, 0.0)
+        highest = tl.maximum(top, tl.max(tops, 0))
+        weight, keep = tl.exp2(tops - highest), tl.exp2(top - highest)
+        result = result * keep + tl.sum(sums * weight[:, None], 0)
+        whole = whole * keep + tl.sum(totals * weight, 0)
+        top = highest
+    whole = tl.where(used, whole, 1.0)
     tl.store(out + vector * DIM + dim, (result / whole).to(out.dtype.element_ty), mask=dim < DIM)
-
-
-@triton.jit
-def _read_stats(stats, split, vector, used, ranges, VECTORS: tl.constexpr, SPLITS: tl.constexpr):
-    """Maxima and denominators that the given ranges found for a vector."""
-    at = split * VECTORS + vector
-    top = tl.load(stats + at, mask=used & (split < ranges), other=LOWEST)
-    total = tl.load(stats + SPLITS * VECTORS + at, mask=used & (split < ranges), other=0.0)
-    return top, total

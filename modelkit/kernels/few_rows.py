@@ -23,16 +23,25 @@ MOST_ROWS = 64
 MULTIPROCESSORS = 132
 PROGRAMS = 192  # of small steps: enough to fill the multiprocessors; more only make more sums
 SMALL = 4_000_000  # weights of a layer that is bound by latencies
-SMALL_COLUMNS, SMALL_COLUMNS_SWIGLU = 2048, 640  # of the latter one program holds all, of gate and up
+SMALL_COLUMNS, SMALL_COLUMNS_SWIGLU = 4096, 640  # of the latter one program holds all, of gate and up
 
 
 class Tile(NamedTuple):
-    """How a launch is cut: weights a program, columns a step, steps in flight (0: all of them), ranges of columns."""
+    """How a launch is cut.
+
+    Attributes:
+        block_n: weights a program.
+        block_k: columns a step.
+        stages: steps in flight; 0: all of them, see `small_few_rows_kernel`.
+        splits: ranges of columns.
+        rows: most rows a program, where all steps are in flight.
+    """
 
     block_n: int
     block_k: int
     stages: int
     splits: int
+    rows: int = MOST_ROWS
 
 
 def choose_tile(rows: int, n_out: int, k: int, swiglu: bool) -> Tile:
@@ -42,8 +51,12 @@ def choose_tile(rows: int, n_out: int, k: int, swiglu: bool) -> Tile:
     multiprocessor; a launch has one wave of them. Small layers take all steps at once, see `small_few_rows_kernel`.
     """
     if n_out * k * (2 if swiglu else 1) < SMALL and k <= (SMALL_COLUMNS_SWIGLU if swiglu else SMALL_COLUMNS):
-        step = 128 if k < 1024 else 256
-        return Tile(16, 128, 0, 1) if swiglu else Tile(32, step, 0, triton.cdiv(k, step))
+        if swiglu:
+            return Tile(16 if rows <= 32 else 32, 128, 0, 1)
+        if k < 1024:
+            return Tile(16 if rows <= 16 else 32, 256, 0, triton.cdiv(k, 256), 32)
+        step = 256 if rows <= 16 else 512
+        return Tile(32, step, 0, triton.cdiv(k, step), 32 if rows <= 32 else 16)
     tiles = triton.cdiv(n_out, 64)
     if swiglu:  # what follows the sum is not linear: one range
         return Tile(64, 128 if tiles <= MULTIPROCESSORS and k >= 1024 else 64, 4, 1)
@@ -97,17 +110,18 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, swiglu: bool
     """
     (tile, n_out), (rows, k) = _cut(x, weight, swiglu), x.shape
     y = torch.empty(tile.splits, rows, n_out, dtype=x.dtype if swiglu else torch.float32, device=x.device)
-    grid = (triton.cdiv(n_out, tile.block_n), tile.splits)
+    block_r = padded(rows) if tile.stages else min(padded(rows), tile.rows)
+    grid = (triton.cdiv(n_out, tile.block_n), tile.splits, triton.cdiv(rows, block_r))
     unused = weight if bias is None else bias
     constants = {
-        "K": k, "SWIGLU": swiglu, "HAS_BIAS": bias is not None, "BLOCK_R": padded(rows), "BLOCK_N": tile.block_n,
+        "K": k, "SWIGLU": swiglu, "HAS_BIAS": bias is not None, "BLOCK_R": block_r, "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k, "num_warps": 4,
     }  # fmt: skip
     if tile.stages == 0:
         blocks = triton.cdiv(triton.cdiv(k, tile.block_k), tile.splits)
         launch(small_few_rows_kernel, grid, x, weight, unused, y, rows, n_out, BLOCKS=blocks, **constants)
         return y
-    x_tiles = TensorDescriptor.from_tensor(x, [padded(rows), tile.block_k])
+    x_tiles = TensorDescriptor.from_tensor(x, [block_r, tile.block_k])
     w_tiles = TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k])
     launch(
         few_rows_kernel, grid, x_tiles, w_tiles, unused, y, rows, n_out, SPLITS=tile.splits, STAGES=tile.stages,

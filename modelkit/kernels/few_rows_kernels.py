@@ -65,7 +65,7 @@ def small_few_rows_kernel(
     loaded while that launch still runs, then all of the input at once, and no descriptor has to be fetched first.
     """
     n, split = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1)
-    row = tl.arange(0, BLOCK_R)
+    row = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     k = split * BLOCKS * BLOCK_K + tl.arange(0, BLOCK_K)
     at = w + tl.minimum(n, N - 1)[:, None] * K + k[None, :]
     weights = ()

@@ -14,34 +14,34 @@ from .launch import launch, release, wait
 def _rotary_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_ptr, k_ptr, v_ptr, R,
     eps: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, head = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None], tl.program_id(1)
     half: tl.constexpr = D // 2
-    i = tl.arange(0, BLOCK)
-    inside = i < half
+    i = tl.arange(0, BLOCK)[None, :]
+    inside = (row < R) & (i < half)
     if HAS_NORM:
         weight = tl.where(head < HQ, q_norm_ptr.to(tl.int64), k_norm_ptr.to(tl.int64)).to(q_norm_ptr.dtype)
-        low_weight = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
-        high_weight = tl.load(weight + half + i, mask=inside, other=0.0).to(tl.float32)
+        low_weight = tl.load(weight + i, mask=i < half, other=0.0).to(tl.float32)
+        high_weight = tl.load(weight + half + i, mask=i < half, other=0.0).to(tl.float32)
     wait(PDL)
     release(PDL)
     cos = tl.load(cos_ptr + row * half + i, mask=inside, other=0.0)
     sin = tl.load(sin_ptr + row * half + i, mask=inside, other=0.0)
-    low = tl.zeros([BLOCK], tl.float32)
-    high = tl.zeros([BLOCK], tl.float32)
+    low = tl.zeros([BLOCK_R, BLOCK], tl.float32)
+    high = tl.zeros([BLOCK_R, BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):
-        source = qkv_ptr + ((split * R + row) * (HQ + 2 * HKV) + head) * D
-        low += tl.load(source + i, mask=inside, other=0.0).to(tl.float32)
-        high += tl.load(source + half + i, mask=inside, other=0.0).to(tl.float32)
+        source = qkv_ptr + ((split * R + row) * (HQ + 2 * HKV) + head) * D + i
+        low += tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        high += tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     low = low.to(q_ptr.dtype.element_ty).to(tl.float32)
     high = high.to(q_ptr.dtype.element_ty).to(tl.float32)
     if head >= HQ + HKV:
-        out = v_ptr + (row * HKV + head - HQ - HKV) * D
+        out = v_ptr + (row * HKV + head - HQ - HKV) * D + i
     else:
         is_query = head < HQ
         if HAS_NORM:
-            gain = tl.rsqrt(tl.sum(low * low + high * high, 0) / D + eps)
+            gain = tl.rsqrt(tl.sum(low * low + high * high, 1) / D + eps)[:, None]
             # As the reference: normalised, rounded, then weighted.
             low = (low * gain).to(q_ptr.dtype.element_ty).to(tl.float32)
             high = (high * gain).to(q_ptr.dtype.element_ty).to(tl.float32)
@@ -50,9 +50,9 @@ def _rotary_kernel(
         turned = low * cos - high * sin
         high = high * cos + low * sin
         low = turned
-        out = q_ptr + (row * HQ + head) * D if is_query else k_ptr + (row * HKV + head - HQ) * D
-    tl.store(out + i, low.to(q_ptr.dtype.element_ty), mask=inside)
-    tl.store(out + half + i, high.to(q_ptr.dtype.element_ty), mask=inside)
+        out = (q_ptr + (row * HQ + head) * D if is_query else k_ptr + (row * HKV + head - HQ) * D) + i
+    tl.store(out, low.to(q_ptr.dtype.element_ty), mask=inside)
+    tl.store(out + half, high.to(q_ptr.dtype.element_ty), mask=inside)
 
 
 @torch.library.custom_op("flashtree::rotary_store", mutates_args={"scratch_k", "scratch_v"})
@@ -80,11 +80,12 @@ def rotary_store(
     kv_heads, dim = scratch_k.shape[1:]
     q = torch.empty(rows, heads, dim, dtype=scratch_k.dtype, device=qkv.device)
     unused = q if q_norm is None else q_norm
+    block_r = 1 if rows <= 64 else 8
     launch(
-        _rotary_kernel, (rows, heads + 2 * kv_heads),
+        _rotary_kernel, (triton.cdiv(rows, block_r), heads + 2 * kv_heads),
         qkv, cos, sin, unused, unused if k_norm is None else k_norm, q, scratch_k, scratch_v, rows,
-        eps=eps, HQ=heads, HKV=kv_heads, D=dim, SPLITS=splits, BLOCK=triton.next_power_of_2(dim // 2),
-        HAS_NORM=q_norm is not None, num_warps=1,
+        eps=eps, HQ=heads, HKV=kv_heads, D=dim, SPLITS=splits, BLOCK_R=block_r,
+        BLOCK=triton.next_power_of_2(dim // 2), HAS_NORM=q_norm is not None, num_warps=min(block_r, 4),
     )  # fmt: skip
     return q
 

@@ -32,7 +32,7 @@ def choose_tile(R: int, width: int, slots: int, G: int, head_dim: int, itemsize:
     # Among many slots that step plainly, the few that draft take several tiles.
     block_m = min(block_m, max(16, triton.next_power_of_2(2 * -(-R * G // slots))))
     if block_d <= 64:  # few bytes a key: more and shorter programs
-        return Tile(min(block_m, 32), 64, block_d, 4, 4, 1, 2)
+        return Tile(16, 32, block_d, 2, 4, 1, 3) if vectors <= 128 else Tile(min(block_m, 32), 64, block_d, 4, 4, 1, 2)
     if block_d > 128:
         return Tile(16, 32, block_d, 4, 3, 1, 2) if block_m == 16 else Tile(block_m, 32, block_d, 8, 2, 1, 1)
     return Tile(64, 64, block_d, 4, 3, 2, 2) if block_m == 64 else Tile(block_m, 64, block_d, 4, 4, 1, 2)

@@ -289,13 +289,12 @@ def tree_attention(
         BLOCK_SLOTS=triton.next_power_of_2(slots), num_warps=tile.warps,
     )  # fmt: skip
     if splits > 1:
-        block_s = triton.next_power_of_2(splits)
-        chunk = max(1, min(block_s, COMBINED // tile.block_d))
+        chunk = max(1, min(triton.next_power_of_2(splits), COMBINED // tile.block_d))
         launch(
             combine_kernel, (R * Hq,),
             partial, stats, length, row_offset, out, ROWS=R, SLOTS=slots, HEADS=Hq, DIM=D, WINDOW=window, SPLITS=splits,
             BLOCK_N=tile.block_n, MIN_BLOCKS=tile.min_blocks, BLOCK_SLOTS=triton.next_power_of_2(slots),
-            BLOCK_S=block_s, BLOCK_D=tile.block_d, CHUNK=chunk, num_warps=max(1, min(4, chunk * tile.block_d // 1024)),
+            BLOCK_D=tile.block_d, CHUNK=chunk, num_warps=max(1, min(4, chunk * tile.block_d // 1024)),
         )  # fmt: skip
     return out
 

@@ -171,14 +171,15 @@ def freeze(dtype, device, sizes):
 
 Case = tuple[Callable[..., float], dict[str, Any]]
 SMALL: dict[str, Case] = {
-    "few_rows": (few_rows, {"rows": 5, "n": 72, "k": 2056}),
-    "few_rows_bias": (few_rows, {"rows": 16, "n": 64, "k": 2112, "bias": True}),
+    "few_rows": (few_rows, {"rows": 5, "n": 72, "k": 4104}),
+    "few_rows_bias": (few_rows, {"rows": 16, "n": 64, "k": 4160, "bias": True}),
     "few_rows_swiglu": (few_rows, {"rows": 33, "n": 72, "k": 648, "swiglu": True}),
     "few_rows_swiglu_bias": (few_rows, {"rows": 2, "n": 72, "k": 648, "swiglu": True, "bias": True}),
     "few_rows_small": (few_rows, {"rows": 5, "n": 200, "k": 328}),
     "few_rows_small_bias": (few_rows, {"rows": 16, "n": 64, "k": 1032, "bias": True}),
     "few_rows_small_swiglu": (few_rows, {"rows": 33, "n": 72, "k": 136, "swiglu": True}),
     "few_rows_small_swiglu_bias": (few_rows, {"rows": 2, "n": 72, "k": 520, "swiglu": True, "bias": True}),
+    "few_rows_small_blocks": (few_rows, {"rows": 50, "n": 72, "k": 328}),
     "one_row": (one_row, {"n": 67, "k": 600}),
     "one_row_all": (one_row, {"n": 67, "k": 600, "bias": True, "normed": True, "residual": True}),
     "one_row_swiglu": (one_row, {"n": 67, "k": 512, "swiglu": True, "normed": True}),
@@ -192,6 +193,7 @@ SMALL: dict[str, Case] = {
     "append_many": (append, {"width": 70, "counts": [29], "lengths": [0], "page": 32}),
     "rotary": (rotary, {"rows": 3, "heads": 4, "kv_heads": 2, "dim": 24}),
     "rotary_splits": (rotary, {"rows": 3, "heads": 3, "kv_heads": 1, "dim": 64, "splits": 3, "qk_norm": False}),
+    "rotary_many": (rotary, {"rows": 70, "heads": 2, "kv_heads": 1, "dim": 24, "splits": 2}),
     "freeze": (freeze, {"sizes": ((5, 3), (2,), (40, 60))}),
     "freeze_one": (freeze, {"sizes": ((3, 4),)}),
 }

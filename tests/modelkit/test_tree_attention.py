@@ -194,6 +194,7 @@ SMALL = {
     "bit_31_and_second_word": Case(rows=(34,), context=(33,), G=1, splits=2, bits="chain"),
     "third_word": Case(rows=(70,), context=(70,), G=1, splits=3, gpu_tiles=True),
     "wide_words": Case(rows=(3, 2), width=70, context=(10, 20), splits=2),
+    "first_chunk": Case(rows=(200,), context=(0,), splits=3),
     "several_tiles": Case(rows=(20,), context=(150,), Hkv=1, G=8, splits=2, gpu_tiles=True),
     "idle_slots": Case(rows=(0, 9, 0), context=(50, 77, 10), padding=6, G=2, splits=3),
     "idle_slots_one_split": Case(rows=(0, 9, 0), context=(50, 77, 10), padding=6, G=3, splits=1, sinks=True),
