@@ -127,8 +127,12 @@ System = Callable[[list[int]], tuple[list[int], float | None]]
 
 def _time(system: System, ids: list[int], timing: Timing) -> None:
     """Run a system once; a peer that failed stays failed and does not end the run."""
+    import torch
+
     if timing.failed:
         return
+    if torch.cuda.is_available():  # the system before may have left a round in flight
+        torch.cuda.synchronize()
     began = time.perf_counter()
     try:
         tokens, acceptance = system(ids)

@@ -200,15 +200,24 @@ class Engine:
 
     @torch.no_grad()
     def prefill(self, slot: int, request: Request, plain: bool = False) -> None:
-        """Admit a request: run its prompt through the target in chunks and emit the first token. Only launches."""
-        prompt = self.admit(slot, request)
-        self.drafter.reset(slot)
-        self.prefiller.run(slot, prompt, plain, self.sampler.always_argmax(request.sampling))
+        """Run a request's prompt through the target in chunks, admit it and emit the first token. Only launches.
 
-    def admit(self, slot: int, request: Request) -> Tensor:
-        """Put a request into an idle slot; its prompt, int64 [P], on the device. Only launches."""
+        The device waits for them: what the chunks do not need is launched while they run.
+        """
+        self.empty(slot)
+        self.prefiller.begin(slot, request.prompt_ids, plain)
+        self.admit(slot, request)
+        self.prefiller.end(self.sampler.always_argmax(request.sampling))
+
+    def empty(self, slot: int) -> None:
+        """Forget what the caches hold of a slot. Only launches."""
+        self.state.cache.reset(slot)
+        self.drafter.reset(slot)
+
+    def admit(self, slot: int, request: Request) -> None:
+        """Put a request into an idle, emptied slot. Only launches."""
         limit = min(len(request.prompt_ids) + request.max_new_tokens, self.capacity)
-        return self.state.admit(slot, request.prompt_ids, limit, request.stop_ids, request.sampling)
+        self.state.admit(slot, request.prompt_ids, limit, request.stop_ids, request.sampling)
 
     def warm_up(
         self,

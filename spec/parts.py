@@ -220,9 +220,10 @@ def furnish(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
     assert len(prompts) == engine.state.slots and len(set(map(len, prompts))) == 1
     state, length = engine.state, len(prompts[0])
     for slot, request in enumerate(_endless(engine, prompts)):
-        ids = state.admit(slot, request.prompt_ids, engine.capacity, request.stop_ids, request.sampling)
-        engine.drafter.reset(slot)
-        state.tokens[slot, length] = state.anchor[slot] = ids[-1]  # for the token that a prefill emits
+        engine.empty(slot)
+        state.admit(slot, request.prompt_ids, engine.capacity, request.stop_ids, request.sampling)
+        # For the token that a prefill emits.
+        state.tokens[slot, length] = state.anchor[slot] = state.tokens[slot, length - 1]
     state.total[:] = length + 1
     for cache in (state.cache, getattr(engine.drafter, "cache", None)):
         if isinstance(cache, KVCache):

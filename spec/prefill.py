@@ -22,7 +22,7 @@ from sampling.host import Scores
 
 from .draft import Drafter
 from .host import Host, TwoSteps
-from .state import RoundState
+from .state import RoundState, sent
 
 SMALL_CHUNK = 64
 FIRST_BOUND, BOUND_GROWTH = 2048, 4
@@ -79,14 +79,18 @@ class Prefill(nn.Module):
     count: Tensor
     last: Tensor
 
-    def run(self, slot: int, prompt: Tensor, plain: bool, greedy: bool) -> None:
-        """Put a whole prompt int64 [P] into an admitted slot and emit the first token (launches only, no waiting)."""
+    def begin(self, slot: int, prompt: list[int], plain: bool) -> None:
+        """Put a whole prompt into an emptied slot of the caches (launches only, no waiting)."""
         self.lane.enter(slot)
+        ids = sent(prompt, self.target.device)
         for start in range(0, len(prompt), self.chunk):
-            piece = prompt[start : start + self.chunk]
+            piece = ids[start : start + self.chunk]
             self.token[: len(piece)].copy_(piece)
             self.count.fill_(len(piece))
             self.chunk_step(self.bucket(start, len(piece)), plain)()
+
+    def end(self, greedy: bool) -> None:
+        """Emit the first token of the prompt that began last, whose slot has been admitted since (launches only)."""
         self.first_step(greedy)()
 
     def bucket(self, start: int, count: int) -> Bucket:

@@ -48,6 +48,8 @@ class Settings:
     def __post_init__(self) -> None:
         """Refuse values of another type or out of range."""
         for name, annotation in field_types(type(self)).items():
+            if getattr(self, name) is None:
+                continue
             try:
                 read_value(annotation, getattr(self, name))
             except TypeError:

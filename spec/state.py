@@ -105,8 +105,8 @@ class RoundState(nn.Module):
 
     def admit(
         self, slot: int, prompt: list[int], limit: int, stop_ids: list[int], sampling: SamplingParams | None = None
-    ) -> Tensor:
-        """Put a request into an idle slot (host side, between rounds). Few launches: the device waits for them.
+    ) -> None:
+        """Put a request into an idle slot (host side, between rounds). The caches are not touched.
 
         Args:
             slot: which.
@@ -114,26 +114,18 @@ class RoundState(nn.Module):
             limit: most tokens, prompt included.
             stop_ids: at most M ids that end the request.
             sampling: how to choose its tokens; None is greedy.
-
-        Returns:
-            The prompt on the device, int64 [P].
         """
         missing = self.max_stop_ids - len(stop_ids)
         if missing < 0:
             raise ValueError(f"{len(stop_ids)} stop ids; at most {self.max_stop_ids} are possible")
-        self.cache.reset(slot)
         numbers = [len(prompt), len(prompt), limit, RUNNING, 0]
         fields = (self.total, self.prompt, self.limit, self.reason, self.pending_count)
-        packed = torch.tensor([*numbers, *stop_ids, *[-1] * missing, *prompt])
-        if self.total.device.type == "cuda":  # from pageable memory the copy would wait for all that was launched
-            packed = packed.pin_memory()
-        packed = packed.to(self.total.device, non_blocking=True)
+        packed = sent([*numbers, *stop_ids, *[-1] * missing, *prompt], self.total.device)
         given = torch.split(packed, [*[1] * len(fields), self.max_stop_ids, len(prompt)])
         places = [field[slot : slot + 1] for field in fields]
         torch._foreach_copy_([*places, self.stop_ids[slot], self.tokens[slot, : len(prompt)]], given)
         self.sampling.admit(slot, sampling or SamplingParams(), given[-1])
         self.active[slot].fill_(True)  # an assigned number would be copied to the device, and the host wait for that
-        return given[-1]
 
     def rewind(self, slot: int) -> None:
         """Have a request that was just admitted begin at its prompt's first token, the rest of it ahead (host side).
@@ -204,3 +196,11 @@ class RoundState(nn.Module):
         if taps is not None:
             self.pending.copy_(taps[path.clamp(min=0)])
         self.pending_count.copy_(count)
+
+
+def sent(numbers: list[int], device: torch.device) -> Tensor:
+    """int64 [N] on a device, without waiting for it."""
+    tensor = torch.tensor(numbers)
+    if device.type == "cuda":  # from pageable memory the copy would wait for all that was launched
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -59,7 +59,7 @@ def add_norm(x: Tensor | None, addend: Tensor | None, weight: Tensor, eps: float
     launch(
         _add_norm_kernel, (rows,), normed if addend is None else addend, normed if x is None else x, weight, total,
         normed, rows, eps=eps, H=hidden, SPLITS=0 if addend is None else addend.shape[0], HAS_X=x is not None,
-        BLOCK=block, num_warps=max(1, min(16, block // 256)),
+        BLOCK=block, num_warps=max(1, min(16, block // 128)),
     )  # fmt: skip
     return [total, normed]
 

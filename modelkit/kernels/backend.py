@@ -70,7 +70,7 @@ class TritonBackend(Reference):
         if cache is None or (self.reads_bound(rows.width) and not first_chunk):
             return super().plan(rows, cache, window, group=group, dtype=dtype, ancestors=ancestors)
         first = cache.layer(0)
-        splits = choose_splits(
+        splits = 1 if first_chunk else choose_splits(
             rows.count, rows.width, rows.slots, first.k.shape[1], group, cache.capacity, head_dim=first.k.shape[3],
             window=window or 0, itemsize=first.k.element_size(),
         )  # fmt: skip

@@ -101,7 +101,9 @@ class DFlashDrafter:
         rows, bidirectional = block_rows(torch.cat([anchor[:, None], masks], 1), start, bound)
         embedded = self.target.embed(rows.token) * published.input_embedding_scale
         hidden = self.model(embedded, rows, bidirectional, self.cache)
-        logits = F.linear(hidden, self.target.lm_head.weight) * published.output_multiplier
+        logits = F.linear(hidden, self.target.lm_head.weight)
+        if published.output_multiplier != 1.0:  # the compiler would copy them for it
+            logits = logits * published.output_multiplier
         logits = self.target.deliver(soft_cap(logits, published.final_logit_softcapping))
         return logits.view(anchor.shape[0], self.block, -1)
 

@@ -58,6 +58,7 @@ class WriterEngine(Engine):
         if not plain or not self.in_rounds(request.prompt_ids):
             super().prefill(slot, request, plain)
             return
+        self.empty(slot)
         self.admit(slot, request)
         self.state.rewind(slot)
         self.state.publish(self._no_token, self._no_count)

@@ -190,7 +190,7 @@ def test_the_device_has_its_next_round_before_anything_is_looked_at(
     engine = build(tiny_targets, tiny_drafters, "ngram", "best_first", "none", slots=2)
     as_on_a_gpu(engine, 1)
     done = []
-    for owner, name in ((engine.prefiller, "run"), (engine, "launch"), (engine.readback, "pop")):
+    for owner, name in ((engine.prefiller, "end"), (engine, "launch"), (engine.readback, "pop")):
         call = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, call=call, name=name: (done.append(name), call(*a))[1])
     for ids in (prompt(5), prompt(9)):  # the second one begins behind a round that came to nothing
@@ -199,12 +199,12 @@ def test_the_device_has_its_next_round_before_anything_is_looked_at(
         got = engine.generate([ids], max_new_tokens=8)
         assert got[0].token_ids == want[0].token_ids
         rounds = len(got[0].stats.per_step_accepted)
-        assert done[:4] == ["run", "launch", "pop", "launch"]
+        assert done[:4] == ["end", "launch", "pop", "launch"]
         assert done.count("launch") == rounds + 1
         assert done.count("pop") == rounds + 1  # the first token; not the last round
     done.clear()
     engine.generate([prompt(5), prompt(9)], max_new_tokens=1)
-    assert done == ["run", "run", "pop", "pop"]  # nothing to go on with
+    assert done == ["end", "end", "pop", "pop"]  # nothing to go on with
 
 
 def test_a_step_that_is_not_compiled_does_not_keep_the_first_token(
