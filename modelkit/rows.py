@@ -26,7 +26,7 @@ def words(n: int) -> int:
 def pack_bits(visible: Tensor) -> Tensor:
     """Bool [..., n] -> int32 words [..., ceil(n / 32)]; bit j % 32 of word j // 32 is visible[..., j]."""
     n = visible.shape[-1]
-    padded = torch.nn.functional.pad(visible, (0, words(n) * WORD - n))
+    padded = torch.nn.functional.pad(visible.long(), (0, words(n) * WORD - n))  # inductor cannot pad bools on a CPU
     weights = torch.ones(WORD, dtype=torch.int64, device=visible.device) << torch.arange(WORD, device=visible.device)
     grouped = padded.view(*visible.shape[:-1], words(n), WORD)
     return (grouped * weights).sum(-1).to(torch.int32)

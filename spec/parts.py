@@ -88,9 +88,7 @@ class Verify:
         self.engine, self.rows, self.bound = engine, slots * rows, bound
         node = torch.arange(rows, device=device).expand(slots, rows)
         token = node % engine.target.config.vocab_size
-        self.trees = Held(
-            Tree.make(token=token, parent=node - 1, depth=node, valid=node >= 0, max_depth=rows - 1)
-        )  # fmt: skip
+        self.trees = Held(Tree.line(token=token, valid=node >= 0))
         with torch.no_grad():
             self.verified = Held(engine.verify(self.trees.get(), self.rows, bound))
 

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from modelkit.rows import WORD, Rows, flatten, words
+from modelkit.rows import WORD, Rows, flatten, pack_bits, words
 from sampling import Draws
 
 
@@ -82,6 +82,16 @@ class Tree:
         one = torch.ones_like(anchor)[:, None]
         own = one.int()[:, :, None]
         return cls(token=anchor[:, None], parent=-one, depth=one - 1, valid=one.bool(), ancestors=own)
+
+    @classmethod
+    def line(cls, *, token: Tensor, valid: Tensor) -> Tree:
+        """Trees of one path: the parent of every node is the one before it."""
+        slots, nodes = token.shape
+        node = torch.arange(nodes, device=token.device).expand(slots, nodes)
+        seen = torch.ones(nodes, nodes, dtype=torch.bool, device=token.device).tril()
+        return cls(
+            token=token, parent=node - 1, depth=node, valid=valid, ancestors=pack_bits(seen).expand(slots, -1, -1)
+        )
 
     @classmethod
     def make(cls, *, token: Tensor, parent: Tensor, depth: Tensor, valid: Tensor, max_depth: int) -> Tree:

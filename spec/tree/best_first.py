@@ -104,7 +104,8 @@ class BestFirst:
             order = first(total, ahead).sort(dim=-1, descending=True, stable=True).indices[:, :frontier]
             missing = frontier - order.shape[1]
             path = torch.nn.functional.pad(total.gather(1, order), (0, missing), value=-torch.inf)
-            spine = torch.nn.functional.pad(ahead.gather(1, order), (0, missing)) & (path > -torch.inf)
+            # Numbers: inductor cannot pad bools on a CPU.
+            spine = (torch.nn.functional.pad(ahead.gather(1, order).long(), (0, missing)) > 0) & (path > -torch.inf)
             index = torch.nn.functional.pad(order, (0, missing))
             last = index % k
             scores.append(path)

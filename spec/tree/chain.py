@@ -35,17 +35,10 @@ class Chain:
 
     def build(self, proposal: Proposal, root: Tensor) -> Tree:
         """Rank 0 of each depth. With edges, rank 0 must be a path (every drafter's spine is)."""
-        slots, nodes = root.shape[0], self.nodes(proposal.depth)
+        nodes = self.nodes(proposal.depth)
         token = torch.cat([root[:, None], proposal.ids[:, : nodes - 1, 0]], 1)
         score = proposal.score[:, : nodes - 1, 0]
         if proposal.edge is not None:
             score = torch.cat([score[:, :1], proposal.edge[:, 1 : nodes - 1, 0, 0]], 1)
         exists = (score > -torch.inf).long().cumprod(1).bool()
-        line = torch.arange(nodes, device=root.device).expand(slots, nodes)
-        return Tree.make(
-            token=token,
-            parent=line - 1,
-            depth=line,
-            valid=torch.cat([torch.ones_like(exists[:, :1]), exists], 1),
-            max_depth=nodes - 1,
-        )
+        return Tree.line(token=token, valid=torch.cat([torch.ones_like(exists[:, :1]), exists], 1))
