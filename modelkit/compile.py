@@ -9,9 +9,12 @@ than launching its graph.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import os
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,8 +72,30 @@ def compile_function(function: Callable[..., Any], enabled: bool = True) -> Call
 
 def _prepare() -> None:
     keep_compiled_code()
+    _tell_operators_apart()
     _shorten_log()
     _freeze_layouts()
+
+
+def _tell_operators_apart() -> None:
+    """Have kept code be found again only with the operators that it was made with.
+
+    PyTorch's caches know an operator by its name alone: after a change of what one returns (into how many sums it
+    splits a projection, say) they would give back a graph that expects what it returned before.
+    """
+    config: Any = torch.compiler.config
+    if not config.cache_key_tag.endswith(operators()):
+        config.cache_key_tag += operators()
+
+
+@functools.cache
+def operators() -> str:
+    """Digest of the files that define operators, in all packages of flashtree."""
+    root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
+    for package in ("modelkit", "parallel", "sampling", "spec"):
+        for file in sorted((root / package / "kernels").glob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _freeze_layouts() -> None:
@@ -109,7 +134,7 @@ def keep_compiled_code() -> None:
     PyTorch's own default is the folder of temporary files, which a restart or a clean-up empties.
     """
     # Graphs with our operators are cacheable as they are: AOTAutograd's cache takes every operator of `torch.library`,
-    # inductor's refuses only higher-order ones that do not say `cacheable()`. Both key on an operator's name alone.
+    # inductor's refuses only higher-order ones that do not say `cacheable()`.
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     # Importing torch._dynamo is enough for the variable to be set, to that default.

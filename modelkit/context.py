@@ -22,21 +22,23 @@ class ContextHeads(nn.Module):
         weight: [layers * 2 * Hkv * D, H], of each layer the rows of K and then those of V; bias: its bias, or None.
         norms: [layers, D], of K's heads; None: they are not normed.
         frequencies: fp32 [D / 2], of the rotary embedding; factor: what its cosines and sines are multiplied by.
+        width: most rows a slot of the forwards that read the context.
 
     Args:
         attentions: the layers, all of one shape.
         frequencies: see above.
         factor: see above.
+        width: see above.
     """
 
-    def __init__(self, attentions: list[Attention], frequencies: Tensor, factor: float) -> None:
+    def __init__(self, attentions: list[Attention], frequencies: Tensor, factor: float, width: int) -> None:
         super().__init__()
         first, parts = attentions[0], [attention.context_weights() for attention in attentions]
         biases = [bias for _, bias in parts if bias is not None]
         norms: list[Tensor] = [attention.k_norm.weight for attention in attentions if attention.k_norm is not None]
         self.layers, self.kv_heads, self.dim = len(attentions), first.kv_heads, first.dim
         self.eps = 0.0 if first.k_norm is None else first.k_norm.eps
-        self.factor = factor
+        self.factor, self.width = factor, width
         self.register_buffer("weight", torch.cat([weight for weight, _ in parts]).detach(), persistent=False)
         self.register_buffer("bias", torch.cat(biases).detach() if biases else None, persistent=False)
         self.register_buffer("norms", torch.stack(norms).detach() if norms else None, persistent=False)

@@ -77,12 +77,8 @@ class Attention(nn.Module):
         return self._normed(q, self.q_norm), self._normed(k, self.k_norm), v
 
     def project_context(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """K (before rotation) and V [.., Hkv, D] of rows [.., H], by the same weights as `project`."""
-        if self.qkv_proj is not None:
-            k, v = F.linear(x, *self.context_weights()).chunk(2, -1)
-        else:
-            k, v = self.k_proj(x), self.v_proj(x)
-        k, v = (heads.view(*x.shape[:-1], -1, self.dim) for heads in (k, v))
+        """K (before rotation) and V [.., Hkv, D] of rows [.., H], by the weights of `project`, not fused."""
+        k, v = (p(x).view(*x.shape[:-1], -1, self.dim) for p in (self.k_proj, self.v_proj))
         return self._normed(k, self.k_norm), v
 
     def context_weights(self) -> tuple[Tensor, Tensor | None]:

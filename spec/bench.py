@@ -131,7 +131,7 @@ def _time(system: System, ids: list[int], timing: Timing) -> None:
 
     if timing.failed:
         return
-    if torch.cuda.is_available():  # the system before may have left a round in flight
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # the system before may have left a round in flight
         torch.cuda.synchronize()
     began = time.perf_counter()
     try:

@@ -65,11 +65,12 @@ def add_norm(x: Tensor | None, addend: Tensor | None, weight: Tensor, eps: float
 
 
 def _outputs(x: Tensor | None, addend: Tensor | None, weight: Tensor) -> list[Tensor]:
-    given = x if x is not None else addend
-    assert given is not None, "nothing to norm"
-    normed = weight.new_empty(given.shape[-2:])
-    total = weight.new_empty(0) if x is None or addend is None else torch.empty_like(normed)
-    return [total, normed]
+    if x is not None:
+        normed = torch.empty_like(x)
+    else:
+        assert addend is not None, "nothing to norm"
+        normed = weight.new_empty(addend.shape[1:])
+    return [normed.new_empty(0) if x is None or addend is None else torch.empty_like(normed), normed]
 
 
 @add_norm.register_fake

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..layers import MLP, Attention, RMSNorm
 
 MAX_WIDTH = 160  # rows a slot that `tree_attention` is used for
-MAX_FIRST_WIDTH = 256  # where nothing is committed yet
+MAX_FIRST_WIDTH = 256  # where nothing is committed yet, in half precision
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,12 +65,15 @@ class TritonBackend(Reference):
         self, rows: Rows, cache: KVCache | None, window: int | None, *, group: int, dtype: torch.dtype,
         ancestors: Tensor | None = None,
     ) -> Plan:  # fmt: skip
-        """Nothing to prepare but the split count; a forward without a cache (`score`) runs densely."""
-        first_chunk = rows.bound == 0 and rows.width <= MAX_FIRST_WIDTH
-        if cache is None or (self.reads_bound(rows.width) and not first_chunk):
+        """Nothing to prepare but the split count. Dense are forwards without a cache (`score`), and wide chunks.
+
+        A first chunk may be wider than others: it has no context that each of its tiles would read again.
+        """
+        widest = MAX_FIRST_WIDTH if rows.bound == 0 and dtype.itemsize == 2 else MAX_WIDTH
+        if cache is None or rows.width > widest:
             return super().plan(rows, cache, window, group=group, dtype=dtype, ancestors=ancestors)
         first = cache.layer(0)
-        splits = 1 if first_chunk else choose_splits(
+        splits = 1 if rows.bound == 0 else choose_splits(
             rows.count, rows.width, rows.slots, first.k.shape[1], group, cache.capacity, head_dim=first.k.shape[3],
             window=window or 0, itemsize=first.k.element_size(),
         )  # fmt: skip
@@ -82,7 +85,7 @@ class TritonBackend(Reference):
         )  # fmt: skip
 
     def reads_bound(self, width: int) -> bool:
-        """Wide chunks go through PyTorch's attention: their time is arithmetic, not the context's bytes."""
+        """Wide chunks with a context go through PyTorch's attention: their time is arithmetic, not its bytes."""
         return width > MAX_WIDTH
 
     def angles(self, inverse_frequencies: Tensor, scale: float, position: Tensor, dtype: torch.dtype) -> Angles:
@@ -140,7 +143,14 @@ class TritonBackend(Reference):
         return normed
 
     def append_context(self, x: Tensor, heads: ContextHeads, count: Tensor, cache: KVCache) -> None:
-        """One projection and one kernel for all layers. Plans read the length, so attention comes after the writes."""
+        """One projection and one kernel for all layers, whose writes the compiler does not see.
+
+        A `KernelPlan` is made from the length, so attention comes after them. Nothing holds PyTorch's attention back,
+        so wide blocks are appended as the reference does it.
+        """
+        if self.reads_bound(heads.width):
+            super().append_context(x, heads, count, cache)
+            return
         rows = x.flatten(0, 1)
         if fits(rows, heads.weight):
             projected = few_rows_linear(rows, heads.weight, heads.bias, False)

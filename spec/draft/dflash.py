@@ -64,8 +64,8 @@ class DFlashDrafter:
             load_weights(model, folder, dtype=target.dtype, device=target.device, layout=layout)
         else:
             random_weights(model, dtype=target.dtype, device=target.device, seed=1, layout=layout)
-        model.fuse()
         model.prepare()
+        model.fuse()
         model.backend = target.backend
         self.model, self.target, self.published = model.eval(), target, published
         self.taps = published.target_layer_ids

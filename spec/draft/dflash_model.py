@@ -58,12 +58,11 @@ class DFlashModel(nn.Module):
     def fuse(self) -> None:
         """One projection instead of several within the layers, and a copy of their weights for the context of all."""
         fuse_projections(self)
-        rope, own = self.config.model.rope, attentions(self.layers, self.own)
-        frequencies = rope.inverse_frequencies(self.config.model.head_dim).to(self.fc.weight.device)
-        self.context = ContextHeads(own, frequencies, rope.attention_factor)
+        own, factor = attentions(self.layers, self.own), self.config.model.rope.attention_factor
+        self.context = ContextHeads(own, self.inverse_frequencies, factor, self.config.block_size)
 
     def prepare(self) -> None:
-        """Make what is computed rather than loaded."""
+        """Make what is computed rather than loaded; before `fuse`."""
         frequencies = self.config.model.rope.inverse_frequencies(self.config.model.head_dim)
         self.inverse_frequencies = frequencies.to(self.fc.weight.device)
 

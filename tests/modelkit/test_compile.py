@@ -1,14 +1,16 @@
-"""Where compiled code is kept, and what compiled steps depend on (traced only: no C++ compiler and no GPU needed)."""
+"""Where compiled code is kept, and what compiled steps depend on (mostly traced only: no GPU needed)."""
 
 import functools
 import gc
 import os
+import shutil
 import weakref
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
-from modelkit.compile import Counters, compile_function, compile_step
+from modelkit.compile import Counters, compile_function, compile_step, operators
 
 own_compile = torch.compile  # noqa: TID251
 
@@ -58,6 +60,35 @@ def test_a_folder_that_cannot_be_made_is_no_error(monkeypatch, tmp_path):
     (tmp_path / "kept").write_text("a file")
     compile_step(lambda: None, "default")
     assert folders() == (None, None)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+def test_kept_code_is_found_again_only_with_the_operators_it_was_made_with(monkeypatch):
+    """An operator may return other sizes than it did, and PyTorch's caches know it by its name alone."""
+    monkeypatch.setattr(torch, "compile", own_compile)
+    state, found = torch.zeros(3), []
+    with torch.compiler.config.patch(cache_key_tag="the user's"):
+        for digest in ("one", "one", "another"):
+            monkeypatch.setattr("modelkit.compile.operators", lambda digest=digest: digest)
+            torch._dynamo.reset()
+            before = counters["inductor"]["fxgraph_cache_hit"]
+            compile_step(lambda: state.add_(1), "default")()
+            found.append(counters["inductor"]["fxgraph_cache_hit"] > before)
+            assert torch.compiler.config.cache_key_tag.startswith("the user's")
+    assert found == [False, True, False]
+
+
+def test_operators_are_known_by_their_files(monkeypatch, tmp_path):
+    monkeypatch.setattr("modelkit.compile.__file__", str(tmp_path / "modelkit" / "compile.py"))
+    found = set()
+    for number in range(3):
+        for package in ("modelkit", "spec")[:number]:
+            (tmp_path / package / "kernels").mkdir(parents=True, exist_ok=True)
+            (tmp_path / package / "kernels" / "a.py").write_text(f"{number}")
+        operators.cache_clear()
+        found.add(operators())
+    operators.cache_clear()
+    assert len(found) == 3
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from modelkit import ModelConfig, load_model
+from modelkit.context import ContextHeads
 from modelkit.rope import RopeConfig
 
 TOLERANCE = 1e-4
@@ -194,7 +195,11 @@ def test_context_projection_is_the_projection_of_k_and_v(save_transformers, fami
     attention = load_model(saved.folder, dtype="float32", fuse=fuse).layers[1].self_attn
     x = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(0))
     _, k, v = attention.project(x.view(10, 48))
-    found = attention.project_context(x)
+    if fuse:
+        found = ContextHeads([attention], torch.ones(8), 1.0, 16).project(x.flatten(0, 1))
+        found = tuple(part.view(2, 5, 2, 16) for part in found)
+    else:
+        found = attention.project_context(x)
     for part, expected in zip(found, (k, v), strict=True):
         torch.testing.assert_close(part, expected.view(2, 5, 2, 16), rtol=1e-5, atol=1e-5)
 

@@ -17,7 +17,7 @@ if torch.cuda.is_available():
     pytest.skip("the GPU tests compile these kernels", allow_module_level=True)
 
 SHARED_BYTES = 227 * 1024
-ROWS = (1, 2, 17, 33, 64)
+ROWS = (1, 2, 17, 33, 64)  # and a first chunk of 256
 # hidden, heads, KV heads, head dim, inner: SmolLM2-135M, Llama-3.2-1B, Qwen3-8B, and a half and a quarter of that
 SHAPES = {
     "smollm2": (576, 9, 3, 64, 1536),
@@ -89,7 +89,7 @@ def run_layer(rows: int, hidden: int, heads: int, kv_heads: int, dim: int, inner
     else:
         few_rows_linear(x, weight, None, True)
     add_norm(empty(rows, hidden), None, norm, 1e-5)
-    k, v = empty(64, kv_heads, dim), empty(64, kv_heads, dim)
+    k, v = empty(256, kv_heads, dim), empty(256, kv_heads, dim)
     angles = empty(rows, dim // 2, dtype=torch.float32)
     for weights in ((None, None), (heads_norm, heads_norm)):
         qkv = empty(2, rows, (heads + 2 * kv_heads) * dim, dtype=torch.float32)
@@ -128,6 +128,60 @@ def test_a_layer_compiles(compiled, shape, rows):
     } <= names
     for name, made in compiled:
         assert made is not None and made.metadata.shared <= SHARED_BYTES, (name, made.metadata.shared)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_first_chunk_compiles(compiled, shape):
+    from modelkit.kernels.context import append_context
+    from modelkit.kernels.rotary import rotary_store
+    from modelkit.kernels.tree_attention import tree_attention
+
+    rows = 256
+    _, heads, kv_heads, dim, _ = SHAPES[shape]
+    half, whole = torch.bfloat16, torch.int64
+    k, v = torch.empty(rows, kv_heads, dim, dtype=half), torch.empty(rows, kv_heads, dim, dtype=half)
+    pages, numbers = torch.empty(2, kv_heads, 8192, dim, dtype=half), torch.zeros(rows, dtype=whole)
+    angles, two = torch.empty(rows, dim // 2), torch.zeros(2, dtype=whole)
+    rotary_store(
+        torch.empty(1, rows, (heads + 2 * kv_heads) * dim, dtype=half), angles, angles, None, None, 0.1, k, v, heads
+    )
+    append_context(
+        torch.empty(1, rows, 4 * kv_heads * dim, dtype=half), two[:1], two, two[:, None],
+        torch.zeros(4, 2, dtype=whole), pages, None, angles[0], 1e-5, 1.0, 8192,
+    )  # fmt: skip
+    for window in (0, 512):
+        tree_attention(
+            torch.empty(rows, heads, dim, dtype=half), k, v, pages, pages, two[:, None], two, numbers,
+            torch.zeros(rows, rows // 32, dtype=torch.int32), two, rows, dim**-0.5, window, 1, None,
+        )  # fmt: skip
+    assert {name for name, _ in compiled} == {"_append_kernel", "_attend_kernel", "_rotary_kernel"}
+    for name, made in compiled:
+        assert made.metadata.shared <= SHARED_BYTES, (name, made.metadata.shared)
+
+
+@pytest.mark.parametrize("width", [16, 170])
+def test_only_blocks_that_kernels_read_are_appended_unseen(compiled, width):
+    """PyTorch's attention reads pages that nothing it is given ties to the lengths."""
+    from modelkit.cache import KVCache
+    from modelkit.config import ModelConfig
+    from modelkit.context import ContextHeads
+    from modelkit.kernels.backend import TritonBackend
+    from modelkit.layers import Attention
+
+    config = ModelConfig.from_dict(
+        {
+            "model_type": "qwen3", "vocab_size": 10, "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "rope_theta": 10.0,
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
+        }
+    )  # fmt: skip
+    attention = Attention(config)
+    attention.fuse()
+    heads = ContextHeads([attention], torch.ones(8), 1.0, width)
+    cache = KVCache(layers=1, heads=1, head_dim=16, slots=1, capacity=32, scratch=1, dtype=torch.float32)
+    TritonBackend().append_context(torch.ones(1, 3, 32), heads, torch.tensor([2]), cache)
+    assert [name for name, _ in compiled] == ["_append_kernel"] * (width == 16)
+    assert bool(cache.layer(0).v.any()) == (width != 16)
 
 
 def test_attention_is_given_copies_of_rows_and_lengths(compiled, monkeypatch):

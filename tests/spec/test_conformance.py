@@ -213,6 +213,8 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         name = operation.overloadpacket.__name__
         source = {"copy_": args[1:2], "index_put_": args[2:3]}.get(name, ())
+        if name == "_foreach_copy_":
+            source = args[1]
         if name == "_local_scalar_dense" or any(given.dim() == 0 for given in source):
             self.found.append(name)
         return operation(*args, **kwargs or {})

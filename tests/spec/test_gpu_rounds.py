@@ -155,7 +155,7 @@ def test_the_host_stays_ahead(tiny_targets, tiny_drafters, tmp_path):
 
 @pytest.mark.parametrize("draft", ["ngram", "dflash"])
 def test_after_a_warm_up_nothing_is_compiled(tiny_targets, tiny_drafters, draft):
-    """Chunks of two sizes, with kernels (64 rows) and with PyTorch's attention (200), in rounds of two slots."""
+    """Chunks of two sizes, 64 rows and 200 (in fp32 by PyTorch's attention), in rounds of two slots."""
     texts = [*prompts(), *(random.Random(n).choices(range(97), k=n) for n in (64, 199, 213))]
     sizes = {"slots": 2, "max_model_len": 256, "prefill_chunk": 200}
     build = lambda *how: engine(tiny_targets, tiny_drafters, draft, "best_first", *how, **sizes)  # noqa: E731
