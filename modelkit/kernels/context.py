@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import TRITON_TYPES, launch, release, wait
+from .rotary import norm_and_turn
 
 
 @triton.jit
@@ -29,6 +30,7 @@ def _append_kernel(
     is_key = buffer % 2 == 0
     pages = tl.load(addresses + buffer * 2).to(tl.pointer_type(DTYPE))
     frequency = tl.load(frequencies + i, mask=inside, other=0.0)
+    low_weight, high_weight = tl.full([1, BLOCK], 1.0, tl.float32), tl.full([1, BLOCK], 1.0, tl.float32)
     if HAS_NORM:
         weight = norms + buffer // 2 * D + i
         low_weight = tl.load(weight, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -50,19 +52,11 @@ def _append_kernel(
         source = projected + ((split * R + row)[:, None] * PARTS + part) * D + i[None, :]
         low += tl.load(source, mask=cover, other=0.0).to(tl.float32)
         high += tl.load(source + half, mask=cover, other=0.0).to(tl.float32)
-    # As the reference: the projection is rounded; then normed, rounded, and weighted.
-    low = low.to(DTYPE).to(tl.float32)
-    high = high.to(DTYPE).to(tl.float32)
+    low, high = low.to(DTYPE).to(tl.float32), high.to(DTYPE).to(tl.float32)
     if is_key:
-        if HAS_NORM:
-            gain = tl.rsqrt(tl.sum(low * low + high * high, 1) / D + EPS)[:, None]
-            low = ((low * gain).to(DTYPE).to(tl.float32) * low_weight).to(DTYPE).to(tl.float32)
-            high = ((high * gain).to(DTYPE).to(tl.float32) * high_weight).to(DTYPE).to(tl.float32)
         angle = position.to(tl.float32)[:, None] * frequency[None, :]
         cos, sin = tl.cos(angle) * FACTOR, tl.sin(angle) * FACTOR
-        turned = low * cos - high * sin
-        high = high * cos + low * sin
-        low = turned
+        low, high = norm_and_turn(low, high, low_weight, high_weight, cos, sin, D, EPS, HAS_NORM, DTYPE)
     place = pages + (page * page_stride + head * head_stride + position % PAGE * D)[:, None] + i[None, :]
     tl.store(place, low.to(DTYPE), mask=cover)
     tl.store(place + half, high.to(DTYPE), mask=cover)

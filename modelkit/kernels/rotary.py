@@ -11,6 +11,22 @@ from .launch import launch, release, wait
 
 
 @triton.jit
+def norm_and_turn(
+    low, high, low_weight, high_weight, cos, sin,
+    D: tl.constexpr, EPS: tl.constexpr, HAS_NORM: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """RMS norm and rotary embedding of heads, given in halves [R, D / 2] in fp32.
+
+    Rounded as the reference does it: normalised, rounded, then weighted, and rounded again.
+    """
+    if HAS_NORM:
+        gain = tl.rsqrt(tl.sum(low * low + high * high, 1) / D + EPS)[:, None]
+        low = ((low * gain).to(DTYPE).to(tl.float32) * low_weight).to(DTYPE).to(tl.float32)
+        high = ((high * gain).to(DTYPE).to(tl.float32) * high_weight).to(DTYPE).to(tl.float32)
+    return low * cos - high * sin, high * cos + low * sin
+
+
+@triton.jit
 def _rotary_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_ptr, k_ptr, v_ptr, R,
     eps: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
@@ -20,6 +36,8 @@ def _rotary_kernel(
     half: tl.constexpr = D // 2
     i = tl.arange(0, BLOCK)[None, :]
     inside = (row < R) & (i < half)
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+    low_weight, high_weight = tl.full([1, BLOCK], 1.0, tl.float32), tl.full([1, BLOCK], 1.0, tl.float32)
     if HAS_NORM:
         weight = tl.where(head < HQ, q_norm_ptr.to(tl.int64), k_norm_ptr.to(tl.int64)).to(q_norm_ptr.dtype)
         low_weight = tl.load(weight + i, mask=i < half, other=0.0).to(tl.float32)
@@ -34,25 +52,14 @@ def _rotary_kernel(
         source = qkv_ptr + ((split * R + row) * (HQ + 2 * HKV) + head) * D + i
         low += tl.load(source, mask=inside, other=0.0).to(tl.float32)
         high += tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
-    low = low.to(q_ptr.dtype.element_ty).to(tl.float32)
-    high = high.to(q_ptr.dtype.element_ty).to(tl.float32)
+    low, high = low.to(DTYPE).to(tl.float32), high.to(DTYPE).to(tl.float32)
     if head >= HQ + HKV:
         out = v_ptr + (row * HKV + head - HQ - HKV) * D + i
     else:
-        is_query = head < HQ
-        if HAS_NORM:
-            gain = tl.rsqrt(tl.sum(low * low + high * high, 1) / D + eps)[:, None]
-            # As the reference: normalised, rounded, then weighted.
-            low = (low * gain).to(q_ptr.dtype.element_ty).to(tl.float32)
-            high = (high * gain).to(q_ptr.dtype.element_ty).to(tl.float32)
-            low = (low * low_weight).to(q_ptr.dtype.element_ty).to(tl.float32)
-            high = (high * high_weight).to(q_ptr.dtype.element_ty).to(tl.float32)
-        turned = low * cos - high * sin
-        high = high * cos + low * sin
-        low = turned
-        out = (q_ptr + (row * HQ + head) * D if is_query else k_ptr + (row * HKV + head - HQ) * D) + i
-    tl.store(out, low.to(q_ptr.dtype.element_ty), mask=inside)
-    tl.store(out + half, high.to(q_ptr.dtype.element_ty), mask=inside)
+        low, high = norm_and_turn(low, high, low_weight, high_weight, cos, sin, D, eps, HAS_NORM, DTYPE)
+        out = (q_ptr + (row * HQ + head) * D if head < HQ else k_ptr + (row * HKV + head - HQ) * D) + i
+    tl.store(out, low.to(DTYPE), mask=inside)
+    tl.store(out + half, high.to(DTYPE), mask=inside)
 
 
 @torch.library.custom_op("flashtree::rotary_store", mutates_args={"scratch_k", "scratch_v"})
