@@ -1,6 +1,7 @@
 """The Triton backend without Triton: its kernels replaced by their meaning, so that its use of borders runs on a CPU.
 
-Attention and commit are the reference's; what is under test is which kernel gets what, and where sums are taken.
+Attention, commit and a drafter's context rows are the reference's; what is under test is which kernel gets what, and
+where sums are taken.
 """
 
 import sys
@@ -18,8 +19,8 @@ def normed(x, weight, eps):
 
 
 def add_norm(x, addend, weight, eps):
-    total = x if addend is None else x + addend.sum(0)
-    return [x.new_empty(0) if addend is None else total, normed(total, weight, eps)]
+    total = x if addend is None else addend.sum(0) if x is None else x + addend.sum(0)
+    return [total.new_empty(0) if x is None or addend is None else total, normed(total, weight, eps)]
 
 
 def swiglu(y):
@@ -56,6 +57,7 @@ def rotary_store(qkv, cos, sin, q_norm, k_norm, eps, scratch_k, scratch_v, heads
 KERNELS = {
     "add_norm": {"add_norm": add_norm},
     "commit": {"commit_rows": None},
+    "context": {"append_context": None},
     "few_rows": {"few_rows_linear": few_rows_linear, "fits": lambda x, weight: 2 <= x.shape[0] <= 64},
     "freeze": {"freeze": lambda tensors: tensors},
     "linear": {"one_row_linear": one_row_linear},
@@ -74,5 +76,5 @@ def triton_backend():
     with mock.patch.dict(sys.modules, modules):
         from modelkit.kernels.backend import TritonBackend
     sys.modules.pop("modelkit.kernels.backend", None)
-    parts = {"plan": Reference.plan, "commit": Reference.commit, "name": "stand-ins"}
+    parts = {name: getattr(Reference, name) for name in ("plan", "commit", "append_context")} | {"name": "stand-ins"}
     return type("StandIns", (TritonBackend,), parts)
