@@ -90,11 +90,13 @@ def _tell_operators_apart() -> None:
 
 @functools.cache
 def operators() -> str:
-    """Digest of the files that define operators, in all packages of flashtree."""
+    """Digest of what flashtree's operators are made of: its `kernels` folders, and other files that define some."""
     root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
     for package in ("modelkit", "parallel", "sampling", "spec"):
-        for file in sorted((root / package / "kernels").glob("*.py")):
-            digest.update(file.read_bytes())
+        for file in sorted((root / package).rglob("*.py")):
+            content = file.read_bytes()
+            if file.parent.name == "kernels" or b"@torch.library.custom_op(" in content:
+                digest.update(content)
     return digest.hexdigest()[:16]
 
 

@@ -48,12 +48,13 @@ class Settings:
     def __post_init__(self) -> None:
         """Refuse values of another type or out of range."""
         for name, annotation in field_types(type(self)).items():
-            if getattr(self, name) is None:
+            value = getattr(self, name)
+            if value is None:
                 continue
             try:
-                read_value(annotation, getattr(self, name))
+                read_value(annotation, value)
             except TypeError:
-                raise ValueError(f"{name} = {getattr(self, name)!r} is not a {spell_type(annotation)}") from None
+                raise ValueError(f"{name} = {value!r} is not a {spell_type(annotation)}") from None
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens = {self.max_new_tokens}: must be at least 1")
         SamplingParams(**self.sampling)

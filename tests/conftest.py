@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,13 @@ def tiny_drafters(tmp_path_factory: pytest.TempPathFactory, tiny_targets: dict[s
         config = DRAFTER | {"num_target_layers": TARGETS[name]["num_hidden_layers"]}
         folders[name] = _save(root / name, config, _random_weights(_drafter_shapes(config), 100 + seed))
     return folders
+
+
+@pytest.fixture(scope="session")
+def cpp_compiler() -> None:
+    """Skip the test where inductor has nothing to compile its C++ with."""
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        pytest.skip("no C++ compiler")
 
 
 @pytest.fixture

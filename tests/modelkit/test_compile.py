@@ -5,6 +5,7 @@ import gc
 import os
 import shutil
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def test_a_folder_that_cannot_be_made_is_no_error(monkeypatch, tmp_path):
     assert folders() == (None, None)
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+@pytest.mark.usefixtures("cpp_compiler")
 def test_kept_code_is_found_again_only_with_the_operators_it_was_made_with(monkeypatch):
     """An operator may return other sizes than it did, and PyTorch's caches know it by its name alone."""
     monkeypatch.setattr(torch, "compile", own_compile)
@@ -79,16 +80,33 @@ def test_kept_code_is_found_again_only_with_the_operators_it_was_made_with(monke
 
 
 def test_operators_are_known_by_their_files(monkeypatch, tmp_path):
+    root = Path(compile_step.__code__.co_filename).parents[1]
+    sources = [
+        file for package in ("modelkit", "parallel", "sampling", "spec") for file in (root / package).rglob("*.py")
+    ]
+    defining = [file for file in sources if "custom_op(" in file.read_text()]
+    names = {str(file.relative_to(root)) for file in defining} - {"modelkit/compile.py"}
+    assert {"modelkit/kernels/few_rows.py", "parallel/symmetric.py", "spec/kernels/best_first.py"} <= names
+    for name in [*names, "modelkit/kernels/tiles.py", "modelkit/rows.py"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / name, tmp_path / name)
     monkeypatch.setattr("modelkit.compile.__file__", str(tmp_path / "modelkit" / "compile.py"))
-    found = set()
-    for number in range(3):
-        for package in ("modelkit", "spec")[:number]:
-            (tmp_path / package / "kernels").mkdir(parents=True, exist_ok=True)
-            (tmp_path / package / "kernels" / "a.py").write_text(f"{number}")
+
+    def digest() -> str:
         operators.cache_clear()
-        found.add(operators())
-    operators.cache_clear()
-    assert len(found) == 3
+        return operators()
+
+    try:
+        found = [digest()]
+        for name in sorted({*names, "modelkit/kernels/tiles.py"}):
+            with (tmp_path / name).open("a") as file:
+                file.write("\n")
+            found.append(digest())
+        assert len(set(found)) == len(found)
+        (tmp_path / "modelkit/rows.py").write_text("")
+        assert digest() == found[-1], "compiled code knows by itself what is no operator"
+    finally:
+        operators.cache_clear()
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """What inductor makes of a round on a CPU (`compile.mode = "default"`): its C++ for bools and masks has holes."""
 
-import shutil
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from spec.tree.best_first import BestFirst
 from spec.tree.chain import Chain
 from spec.types import Proposal
 
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+pytestmark = pytest.mark.usefixtures("cpp_compiler")
 
 WIDTHS = {"static": {"widths": [2, 2, 1]}}
 ROUNDS = [(draft, "best_first", "gumbel", 0.0) for draft in DRAFTERS.names()]
